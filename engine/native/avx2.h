@@ -67,7 +67,7 @@ inline void add_product(Register& sum, Register a, Register b) {
   asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
 }
 
-// The even ones of bfloat16s side by side, and the odd ones, as floats.
+// Of adjacent bfloat16 numbers the even ones, and the odd ones, as floats.
 inline Register load_even(const char* from) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)from), 16));
 }
@@ -115,8 +115,8 @@ inline Floats nearest(Floats v) {
   return {_mm256_round_ps(v.low, kNearest), _mm256_round_ps(v.high, kNearest)};
 }
 
-// In two steps of half the power: both are normal numbers, and what is below them is rounded once. n is -252 to 254, or
-// NaN where v is.
+// In two steps of half the power: both powers are normal numbers, so that a denormal result is rounded once. n is -252
+// to 254, or NaN if v is NaN.
 inline __m256 times_power_of_2(__m256 v, __m256 n) {
   const __m256i power = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(power, 1), rest = _mm256_sub_epi32(power, half);
   const auto to_the = [](__m256i k) {
@@ -195,7 +195,7 @@ inline int32_t store_rounded(int8_t* to, Floats v) {
   return _mm_cvtsi128_si32(eights) + _mm_extract_epi16(eights, 4) - 16 * 128;
 }
 
-// Lanes of a mask side by side; what lies behind them up to 16 may be written too.
+// Store the lanes of a mask contiguously; up to 16 numbers may be overwritten.
 inline void compress(float* to, Mask m, Floats v) {
   if (m == 0xFFFF)
     return store(to, v);
@@ -337,7 +337,7 @@ inline __m256i times64(__m256i a, __m256i b) {
 }
 inline Integers times64(Integers a, Integers b) { return {times64(a.low, b.low), times64(a.high, b.high)}; }
 
-// Of 0 to 2^52 - 1: beside the exponent of 2^52 the integer is the mantissa.
+// Of 0 to 2^52 - 1: with the exponent of 2^52 the integer is the mantissa.
 inline __m256d doubles_of(__m256i a) {
   const __m256d shift = _mm256_set1_pd(0x1p52);
   return _mm256_sub_pd(_mm256_castsi256_pd(_mm256_or_si256(a, _mm256_castpd_si256(shift))), shift);

@@ -60,7 +60,7 @@ inline int32_t store_rounded(int8_t* to, Floats v) {
   return _mm_cvtsi128_si32(eights) + _mm_extract_epi16(eights, 4) - 16 * 128;
 }
 
-// Lanes of a mask side by side; what lies behind them up to 16 may be written too.
+// Store the lanes of a mask contiguously; up to 16 numbers may be overwritten.
 inline void compress(float* to, Mask m, Floats v) { _mm512_storeu_ps(to, _mm512_maskz_compress_ps(m, v)); }
 inline void compress(int64_t* to, Mask m, const int64_t* from, int64_t count) {
   const __m512i low = _mm512_maskz_loadu_epi64((__mmask8)lanes_left(count), from);
@@ -106,7 +106,7 @@ inline void store_register(float* to, Mask m, Register v) { store(to, m, v); }
 
 inline void add_product(Register& sum, Register a, Register b) { sum = fused(a, b, sum); }
 
-// The even ones of bfloat16s side by side, and the odd ones, as floats.
+// Of adjacent bfloat16 numbers the even ones, and the odd ones, as floats.
 inline Register load_even(const char* from) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(from), 16));
 }
@@ -140,8 +140,7 @@ inline Doubles mantissa_of(Doubles v) { return _mm512_getmant_pd(v, _MM_MANT_NOR
 
 // Integers
 
-// sums += products of 4 unsigned by 4 signed bytes. Not the intrinsic: GCC 12 copies its sums between registers, and
-// out of them.
+// sums += products of 4 unsigned by 4 signed bytes. Not the intrinsic: with it GCC 12 copies and spills the sums.
 inline void add_dots(__m512i& sums, __m512i unsigned_bytes, __m512i signed_bytes) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "v"(signed_bytes));
 }

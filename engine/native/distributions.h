@@ -1,10 +1,10 @@
-// Rows of logits: the likeliest token of each, and the law that a temperature makes of it.
+// Rows of logits: the likeliest token of each, and its distribution at a temperature.
 #pragma once
 #include "numbers.h"
 
 namespace latebranch {
 
-// The first of the largest logits and which it is; NaN if any logit is.
+// The largest logit and its first token; NaN if any logit is NaN.
 inline void likeliest(const float* logits, int64_t count, float* value, int64_t* token) {
   const Floats none = spread(-std::numeric_limits<float>::infinity());
   Floats best = none;
@@ -30,7 +30,7 @@ inline void likeliest(const float* logits, int64_t count, float* value, int64_t*
 }
 
 // out = softmax(logits / temperature)
-inline void law(const float* logits, int64_t count, float inverse_temperature, float* out) {
+inline void softmax(const float* logits, int64_t count, float inverse_temperature, float* out) {
   const Floats inverse = spread(inverse_temperature);
   float value;
   int64_t token;

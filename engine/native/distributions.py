@@ -34,7 +34,7 @@ def probs(logits_NV: Float[Tensor, "N V"], rows: Sequence[int], temperatures: Se
     logits_NV, rows_R = logits_NV.contiguous(), np.array(rows, dtype=np.int64)
     inverse_R = 1.0 / np.array(temperatures, dtype=np.float32)
     probs_RV = torch.empty(len(rows), logits_NV.shape[1])
-    library.library().latebranch_laws(
+    library.library().latebranch_probs(
         *(logits_NV.data_ptr(), logits_NV.shape[1], library.address(rows_R), library.address(inverse_R), len(rows)),
         *(probs_RV.data_ptr(), library.num_threads()),
     )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 SILU, GELU_TANH = 0, 1  # activations
 NUM_SCORES = 64  # best tokens of a node whose probabilities are compared: the others weigh nothing (ranked_tree.h)
-LAYOUT = 3  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
+LAYOUT = 4  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
 NUM_SHARES = 9  # intervals of probabilities: their edges are engine.draft.trees.calibration's (kShareEdges)
 
 
@@ -161,7 +161,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "latebranch_fuse": ([POINTER(Features), c_void_p, c_int64, c_void_p, c_int], None),
     "latebranch_gumbels": ([c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int], None),
     "latebranch_likeliest": ([c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int], None),
-    "latebranch_laws": ([c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int], None),
+    "latebranch_probs": ([c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int], None),
     "latebranch_choose": ([c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int], None),
     "latebranch_walk": ([c_void_p, c_int64, POINTER(Walked), c_int64, c_int], None),
     "latebranch_rank": ([c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3, c_int], None),

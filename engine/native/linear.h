@@ -1,16 +1,15 @@
 // Linear layers over packed weights, in one of four formats; float32 in and out.
 //
-// Weights lie in blocks of 64 outputs, so that a block is one stream through memory. Each output of each row is one sum
-// over the inputs in their order, however many rows there are: a row's result does not depend on its neighbours.
+// Weights are stored in blocks of 64 outputs, so that a block is one stream through memory. Each output of each row is
+// one sum over the inputs in their order, for any number of rows: a row's result does not depend on other rows.
 //
-//   float32   [block][input][64]           inputs padded to 2, so that it reads the rows that bfloat16 does
+//   float32   [block][input][64]           inputs padded to 2, so that it reads the same rows as bfloat16
 //   bfloat16  [block][input / 2][64][2]    inputs padded to 2; widened to float32 as they are read
-//   int8      [block][input / 4][64][4]    unsigned: a weight + 128, with a scale for each output; inputs padded to 64
-//   compact   [block][input / 32][record]  4, 6 or 8 bits (compact.h), with a scale for each output; inputs padded to
-//   32
+//   int8      [block][input / 4][64][4]    unsigned: a weight + 128, a scale for each output; inputs padded to 64
+//   compact   [block][input / 32][record]  4, 6 or 8 bits (compact.h), a scale for each output; inputs padded to 32
 //
-// In int8 a row is rounded to 15 bits by its own largest magnitude, and multiplied with the weights in integers,
-// exactly; how is the processor's matter (rounded_avx512.h, rounded_avx2.h).
+// In int8 a row is rounded to 15 bits by its own largest magnitude, and multiplied with the weights exactly, in
+// integers. rounded_avx512.h and rounded_avx2.h implement this.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -23,10 +22,10 @@
 namespace latebranch {
 
 constexpr int64_t kBlock = 64;
-constexpr int64_t kPanel = 4 * kRowsTogether;  // rows whose inputs stay near while all weights pass
+constexpr int64_t kPanel = 4 * kRowsTogether;  // rows whose inputs stay in cache while all weights are read
 constexpr float kLargest = 127.0f * 128.0f;
-constexpr int64_t kLine = 64,
-                  kWidth = 256;  // bytes of memory that come together, and of a block that all columns read at a time
+constexpr int64_t kLine = 64;    // bytes of a cache line
+constexpr int64_t kWidth = 256;  // bytes of a block that all columns read at a time
 
 enum Format : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kCompact4 = 3, kCompact6 = 4, kCompact8 = 5 };
 
@@ -48,19 +47,19 @@ struct Linear {
       return padded_in() / kGroup * unit();
     return padded_in() * kBlock * (format == kInt8 ? 1 : format == kBFloat16 ? 2 : 4);
   }
-  // Bytes that a block is cut into stretches by.
+  // Stretches of a block are multiples of this many bytes.
   int64_t unit() const { return is_compact() ? kLine * lines_of(4 + 2 * (format - kCompact4)) : kWidth; }
 };
 
-// What is computed together: some rows, and some outputs of one block. `is_first` of those that read these weights in a
-// panel, `is_last` of them.
+// Rows and outputs of one block that are computed together. `is_first` and `is_last`: among the parts of a panel that
+// read these weights.
 struct Part {
   int64_t row;
   int rows, column, columns;
   bool is_first, is_last;
 };
 
-// What becomes of sums of a layer with scales, and what is added to all: 16 outputs of one block.
+// Scales and biases of 16 outputs of one block.
 struct Outputs {
   Mask mask;
   Floats scale, bias;
@@ -74,29 +73,28 @@ struct Outputs {
   Floats of_compact(Floats sum) const { return sum * scale + bias; }
 };
 
-// Sums stay in registers only where every loop over them is unrolled.
+// Sums stay in registers only if every loop over them is unrolled.
 #define LATEBRANCH_UNROLLED_FOR(...) _Pragma("GCC unroll 8") for (__VA_ARGS__)
 
-constexpr int64_t kAhead = 4096;         // bytes that weights are fetched ahead of the only pass over them
-constexpr int64_t kCompactAhead = 8192;  // of compact layers, which AVX-512 alone reads in one pass
-constexpr int64_t kStretch = 64;         // widths of a block, at most, that stay near while all rows pass
+constexpr int64_t kAhead = 4096;         // bytes between prefetch and use of weights that one pass reads
+constexpr int64_t kCompactAhead = 8192;  // the same of compact layers, which only AVX-512 reads in one pass
+constexpr int64_t kStretch = 64;         // most widths of a block that stay in cache while all rows use them
 
-// Fetch a line: past the outer caches, if nobody reads it again before all other weights have been read, or if it is
-// read again soon enough.
+// Prefetch a line. `kOnce` bypasses the outer caches: for lines that are read once, or again very soon.
 template <bool kOnce>
 inline void fetch(const void* address) {
   _mm_prefetch((const char*)address, kOnce ? _MM_HINT_NTA : _MM_HINT_T0);
 }
 
-// A stretch of a block: widths [begin, end), or records of compact layers. While it is computed with, what is read next
-// is fetched, a little at every width of every pass. Where nothing is to be fetched a line that is near is (`step` 0):
-// that takes less than to ask.
+// A stretch of a block: widths [begin, end), or records of compact layers. While it is in use, the memory that is read
+// next is prefetched, a little at every width of every pass. Without such memory `step` is 0 and a cached line is
+// prefetched again, which is faster than a branch.
 struct Stretch {
   int64_t begin, end;
   const char* next;
   int64_t step;  // bytes
 
-  // Fetch two lines, four in a pass over all columns, which may be the only one: no less than a step.
+  // Fetch two lines, or four in a pass over all columns, which may be the only pass: at least a step.
   template <bool kAllColumns>
   void fetch_some() {
     for (int64_t line = 0; line < (kAllColumns ? 4 : 2); line++)
@@ -105,8 +103,7 @@ struct Stretch {
   }
 };
 
-// Rows of the next pass, of so many that are left and no more than `most`: as even as can be, since few wait for what
-// is read for all.
+// Rows of the next pass, at most `most`. Passes are as even as possible, because a pass of few rows waits for memory.
 inline int even_share(int left, int most) {
   const int passes = (left + most - 1) / most;
   return (left + passes - 1) / passes;
@@ -134,10 +131,10 @@ struct Inputs {
   CompactRows compact;
   int64_t rows = 0;
 
-  // Begin anew, with so many rows at most; before any room is made.
+  // Begin with at most `count` rows; call this before `reserve`.
   void begin(int64_t count) { rows = count, compact.begin(count); }
 
-  // Have room for what `linear` is to read.
+  // Allocate the inputs of `linear`.
   void reserve(const Linear& linear) {
     if (linear.is_compact()) {
       compact.reserve(rows, linear.padded_in());
@@ -149,7 +146,7 @@ struct Inputs {
     }
   }
 
-  // Take row t of what `linear` (and others with the same inputs) is to read.
+  // Set row t of the inputs of `linear`, and of other layers with the same inputs.
   void set(int64_t t, const float* x, const Linear& linear) {
     const int64_t n = linear.in, padded = linear.padded_in();
     if (linear.is_compact())
@@ -213,7 +210,7 @@ inline void tile_bfloat16(const Linear& l, const Inputs& in, int64_t t, const ch
   for (int64_t k = 2 * stretch.begin; k < 2 * stretch.end; k += 2) {
     const char* pairs = w + k * kBlock * 2;
     stretch.fetch_some<C * kRegister == kBlock>();
-    // One input after the other, and each for all columns: fewer registers are in use than with both.
+    // One input after the other, each for all columns: this needs fewer registers than both together.
     LATEBRANCH_UNROLLED_FOR (int odd = 0; odd < 2; odd++) {
       Register weights[C];
       LATEBRANCH_UNROLLED_FOR (int c = 0; c < C; c++) {
@@ -232,7 +229,7 @@ inline void tile_bfloat16(const Linear& l, const Inputs& in, int64_t t, const ch
       store_register(y + r * kBlock + (column + c) * kRegister, sum[r][c]);
 }
 
-// Passes over a block that so many rows take.
+// The number of passes over a block for `rows` rows.
 inline int num_passes(const Linear& l, int rows) {
   constexpr int kColumns = kBlock / kRegister;
   const auto columns = [&](int some) {
@@ -272,9 +269,8 @@ inline void rows_by_stretch(const Linear& l, const Inputs& in, int64_t t, const 
   }
 }
 
-// Sums of a part's rows and one block into y [computed_rows][64]. A stretch of the block is read from memory while the
-// one before it is computed with, by all passes evenly; `next` is what this thread reads from memory after these rows,
-// or null.
+// y [computed_rows][64] = sums of a part's rows and one block. All passes over a stretch evenly prefetch the next
+// stretch. `next` is the memory that this thread reads after these rows, or null.
 inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part, const char* block, const char* next,
                             float* y) {
   WholeSums whole[kPartRows];
@@ -361,7 +357,7 @@ inline void each_part(const Linear& l, int64_t num_rows, int64_t panel, const Us
 
 inline int64_t num_panels(int64_t rows) { return (rows + kPanel - 1) / kPanel; }
 
-// y [T, stride], the outputs of one layer from `y` on; adds to what is there if `is_added`.
+// y [T, stride] = the outputs of one layer; added to y if `is_added`.
 inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t panel, int64_t b, const char* next,
                         float* y, int64_t stride, bool is_added) {
   each_part(l, rows, panel, [&](const Part& part) {
@@ -374,7 +370,7 @@ inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t
 }
 
 // One phase of a team: call use(panel, block, next) for all panels and blocks. `next` is the block that this thread
-// takes after it, or -1 where that is not known.
+// takes after it, or -1 if it is not known.
 template <typename Use>
 inline void each_block(Worker& worker, int64_t rows, int64_t blocks, const Use& use) {
   worker.each_with_next(num_panels(rows) * blocks, [&](int64_t task, int64_t next) {

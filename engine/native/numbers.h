@@ -1,8 +1,8 @@
-// The few functions of rows that a decoder needs.
+// Functions of a row of numbers that a decoder needs.
 //
-// Every number here depends on its row alone: sums run over a row in one order, whatever lies beside it. Compile
-// without contraction (-ffp-contract=off), or the compiler fuses a product and a sum in one copy of a function and not
-// in another.
+// Every result depends on its row alone: sums run over a row in one order, in any batch. Compile without contraction
+// (-ffp-contract=off): otherwise the compiler may fuse a product and a sum in one copy of a function and not in
+// another.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -12,16 +12,16 @@
 
 namespace latebranch {
 
-// Make room for so many; what is there may be anything.
+// Resize a vector to at least `size`; its contents are arbitrary.
 template <typename T>
-void grow(std::vector<T>& room, int64_t size) {
-  if ((int64_t)room.size() < size)
-    room.resize(size);
+void grow(std::vector<T>& vector, int64_t size) {
+  if ((int64_t)vector.size() < size)
+    vector.resize(size);
 }
 
 inline void store_floats(float* to, Mask m, Floats v) { store(to, m, v); }
 
-// Rounded to the nearest, what is beyond its range to the last number in it; what is no number or infinite stays so.
+// Rounds to the nearest float16, and numbers beyond its range to its largest; NaN and infinities stay as they are.
 inline void store_floats(Half* to, Mask m, Floats v) {
   const Floats most = spread(65504.0f);
   store_halves(to, m, blend(is_broken(v), larger(spread(0.0f) - most, smaller(most, v)), v));
@@ -77,7 +77,7 @@ inline void add_to(float* x, const float* y, int64_t n) {
   }
 }
 
-// Rotate halves of a head in place: cosines and sines of its position, as transformers has them.
+// Rotate the halves of a head in place, by the cosines and sines of its position, as transformers does.
 inline void rotate(float* x, const float* cosines, const float* sines, int64_t size) {
   const int64_t half = size / 2;
   for (int64_t i = 0; i < half; i += kLanes) {

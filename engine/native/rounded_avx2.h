@@ -1,7 +1,7 @@
-// int8 layers by AVX2: a row stays whole, in 16 bits, and is multiplied with weights widened to as many by vpmaddwd.
+// int8 layers by AVX2: inputs are 16-bit integers, multiplied by vpmaddwd with weights widened to 16 bits.
 //
-// Sums of 512 inputs fit in 32 bits (512 x 255 x 127 x 128 < 2^31), and so those of a stretch; they go on in doubles,
-// which hold them exactly.
+// Sums of 512 inputs, and so those of a stretch, fit in 32 bits (512 x 255 x 127 x 128 < 2^31). Sums of stretches are
+// doubles, which hold them exactly.
 #pragma once
 #include <vector>
 
@@ -13,19 +13,18 @@ constexpr int kVectorRows = 6;
 constexpr bool kMayTile = false;
 constexpr int kPartRows = 4 * kVectorRows;  // at most
 
-// Registers that a pass over a block takes of its columns, of so many rows: of float32 and bfloat16 as many as leave
-// every sum in a register, of int8 as measured.
+// Registers of columns in a pass over a block, by its rows. float32 and bfloat16: as many as keep every sum in a
+// register. int8: by measurement.
 constexpr int float32_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
 constexpr int bfloat16_columns(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 constexpr int int8_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
 
-// Rows of the next pass over a block, of so many that are left: of compact layers even shares, of others as many as may
-// be.
+// Rows of the next pass over a block: even shares of the remaining rows for compact layers, else as many as possible.
 inline int next_rows(const Linear& l, int left) {
   return l.is_compact() ? even_share(left, kVectorRows) : std::min(kVectorRows, left);
 }
 
-// Rows that are computed for so many of a part that reads its weights from memory.
+// The number of rows to compute for a part of `rows` rows that reads its weights from memory.
 inline int computed_rows(const Linear&, int rows) { return rows; }
 
 // Sums of products of a row and a block.
@@ -63,7 +62,7 @@ struct RoundedRows {
     sum[t] = 128 * whole;
   }
 
-  // y [64] = what sums for row t come to, without what unsigned weights add.
+  // y [64] = the results of row t's sums, minus the offset of unsigned weights.
   void joined(int64_t t, const WholeSums& sums, float* y) const {
     const __m256d added = _mm256_set1_pd(sum[t]);
     for (int c = 0; c < kBlock; c += 4)

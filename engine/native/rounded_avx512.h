@@ -1,5 +1,5 @@
-// int8 layers by AVX-512 VNNI: a row is cut in two bytes, q = 128 hi + lo; both are multiplied with the weights in
-// 32-bit integers, exactly: few rows by vpdpbusd, more by the tiles of AMX where a processor has them.
+// int8 layers by AVX-512 VNNI. An input is split into two bytes, q = 128 hi + lo, and both are multiplied with the
+// weights exactly, in 32-bit integers: few rows by vpdpbusd, more rows by the tiles of AMX if the processor has them.
 #pragma once
 #include <vector>
 
@@ -15,17 +15,17 @@ constexpr bool kMayTile = true;
 constexpr int kPartRows = 4 * kVectorRows;  // at most
 static_assert(kPartRows >= 2 * kTileTokens);
 
-// Vectors that a pass over a block takes of its columns, of so many rows: as many as leave every sum in a register.
+// Vectors of columns in a pass over a block, by its rows: as many as keep every sum in a register.
 constexpr int float32_columns(int) { return 4; }
 constexpr int bfloat16_columns(int) { return 4; }
 constexpr int int8_columns(int rows) { return rows <= 3 ? 4 : 2; }
 
-// Rows of the next pass over a block, of so many that are left. Five leave a group's products of a compact layer in
-// registers.
+// Rows of the next pass over a block: even shares of the rows that are left. With five a compact layer's products of a
+// group stay in registers.
 inline int next_rows(const Linear& l, int left) { return even_share(left, l.is_compact() ? 5 : kVectorRows); }
 
-// Rows that are computed for so many of a part that reads its weights from memory: seven of bfloat16 may take longer
-// than eight, and one more is computed, that nobody looks at.
+// The number of rows to compute for a part of `rows` rows that reads its weights from memory. Seven rows of bfloat16
+// may take longer than eight, so one unused row is added.
 inline int computed_rows(const Linear& l, int rows) { return l.format == kBFloat16 && rows == 7 ? 8 : rows; }
 
 // Sums of products of a row and a block, of its two bytes.
@@ -63,13 +63,13 @@ struct RoundedRows {
     sum_lo[t] = 128 * _mm512_reduce_add_epi32(low_sum);
   }
 
-  // y [64] = what sums for row t come to.
+  // y [64] = the results of row t's sums.
   void joined(int64_t t, const WholeSums& sums, float* y) const {
     for (int c = 0; c < kBlock; c += kLanes)
       store(y + c, joined(t, _mm512_load_si512(sums.high + c), _mm512_load_si512(sums.low + c)));
   }
 
-  // 128 hi + lo of sums for row t, without what unsigned weights add.
+  // 128 hi + lo of row t's sums, minus the offset of unsigned weights.
   Floats joined(int64_t t, __m512i high, __m512i low) const {
     const __m512 h = _mm512_cvtepi32_ps(_mm512_sub_epi32(high, _mm512_set1_epi32(sum_hi[t])));
     const __m512 l = _mm512_cvtepi32_ps(_mm512_sub_epi32(low, _mm512_set1_epi32(sum_lo[t])));
@@ -116,8 +116,8 @@ inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* b
 
 inline bool is_tiled(const Linear& l, int64_t rows) { return l.format == kInt8 && rows >= kFewestTiled && has_tiles(); }
 
-// Tiles of 16 rows of bytes by 64 inputs, and of 64 inputs by 16 outputs: 8 rows by 64 outputs, or 16 by 32, where each
-// tile of weights that is loaded is used twice.
+// Tiles of 16 rows of bytes by 64 inputs, and of 64 inputs by 16 outputs: for 8 rows by 64 outputs, or for 16 rows by
+// 32 outputs, where each loaded tile of weights is used twice.
 template <typename Put>
 inline void part_by_tiles(const Linear& l, const RoundedRows& in, const float* scales, const Part& part, int64_t b,
                           const Put& put) {
@@ -168,7 +168,7 @@ inline void part_by_tiles(const Linear& l, const RoundedRows& in, const float* s
   }
 }
 
-// Rows that would leave a tile nearly empty are by themselves.
+// Call use(part) for rows [begin, end). Two tiles of rows are used together unless the second would be nearly empty.
 template <typename Use>
 inline void each_tiled_part(int64_t begin, int64_t end, const Use& use) {
   begin_tiles();

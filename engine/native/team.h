@@ -1,9 +1,8 @@
-// Threads that go through a pass together, phase by phase.
+// Threads that run a pass together, phase by phase.
 //
-// A phase is a number of tasks, of which every thread has a share of neighbours. It takes them one by one from the
-// front of its share, and then, from the back, what others have left of theirs; the next phase begins when all are
-// done. Who comes late finds phases over and skips them: a thread that the system has put aside holds up nobody, unless
-// it was put aside with a task of its own.
+// A phase is a number of tasks. Every thread has a share of adjacent tasks. It takes them one by one from the front of
+// its share, then remaining tasks of other shares from their backs. The next phase begins when all tasks are done. A
+// late thread skips phases that are over: so a descheduled thread delays the others only if it was running a task.
 #pragma once
 #include <immintrin.h>
 #include <sched.h>
@@ -26,7 +25,7 @@ struct Team {
 
   explicit Team(int num_threads) : num_threads(num_threads), shares(num_threads) {}
 
-  // The first task of a share of so many; of the share after the last, their number.
+  // The first of `count` tasks in a share; for the share after the last, `count`.
   uint32_t begin_of(int share, uint32_t count) const {
     return (uint32_t)(((uint64_t)count * share + num_threads - 1) / num_threads);
   }
@@ -37,29 +36,30 @@ struct Team {
   alignas(64) std::atomic<uint32_t> done{0};
 };
 
-// One thread's way through a pass.
+// One thread of a pass.
 class Worker {
  public:
   Worker(Team* team, int id) : id(id), team_(team) {}
 
-  const int id;  // below the number of threads asked for
+  const int id;  // below the number of threads
 
   // The first task of this thread's share of a phase.
   uint32_t first_of(uint32_t count) const { return team_ ? team_->begin_of(id, count) : 0; }
 
-  // What this thread will read later: fetched while it waits for others.
+  // Prefetch this memory, which the thread reads later, while it waits for other threads.
   void expect(const char* begin, int64_t bytes) {
     expected_ = begin;
     expected_end_ = begin + bytes;
   }
 
-  // A phase: call task(index) of all.
+  // Run a phase: call task(index) for all indices.
   template <typename Task>
   void each(uint32_t count, const Task& task) {
     each_with_next(count, [&](uint32_t i, int64_t) { task(i); });
   }
 
-  // Call task(index, next): what this thread takes after it, unless another does; -1 if that is not known.
+  // Call task(index, next). `next` is the task that this thread takes after it, unless another thread does; -1 if it is
+  // not known.
   template <typename Task>
   void each_with_next(uint32_t count, const Task& task) {
     if (!count)
@@ -93,7 +93,7 @@ class Worker {
   }
 
  private:
-  // Do what is left of a share; return how many tasks that was.
+  // Run the remaining tasks of a share; return their number.
   template <typename Task>
   uint32_t from_share(int share, uint32_t phase, uint32_t count, const Task& task) {
     constexpr uint64_t kMost = (1 << 24) - 1;
@@ -125,7 +125,7 @@ class Worker {
   const char *expected_ = nullptr, *expected_end_ = nullptr;
 };
 
-// Helpers that sleep between passes. One pass at a time has them; another that comes meanwhile does without.
+// Threads that sleep between passes. One pass at a time uses them; a concurrent pass runs on its own thread alone.
 class Pool {
  public:
   using Body = std::function<void(Worker&)>;

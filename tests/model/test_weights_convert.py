@@ -98,7 +98,7 @@ def test_an_unknown_type_is_refused_by_number(tmp_path, number):
     write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=True), "llama", "smollm", Type.F32)
     _change_type(tmp_path / "tiny.gguf", "blk.1.ffn_up.weight", number)
     with pytest.raises(
-        WeightsError, match=f"cannot convert .*a tensor is of the GGML type {number}, which is not read"
+        WeightsError, match=f"cannot convert .*a tensor has the GGML type {number}, which is not supported"
     ) as raised:
         resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=False)
     assert "\n" not in str(raised.value)
