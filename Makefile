@@ -59,15 +59,17 @@ $(TOOLS)/.installed: tests/conformance/tools.txt
 	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-lint: $(INSTALLED) ## check style, layout, types and the direction of imports
+lint: $(INSTALLED) ## check style, layout (Python and C++), types and the direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
-format: $(INSTALLED) ## lay the code out and mend what ruff can mend
+format: $(INSTALLED) ## format the code and fix what ruff can fix
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+	$(BIN)/clang-format -i $(NATIVE)
 
 bench: $(INSTALLED) ## measure a running engine on this machine
 	$(BIN)/latebranch bench $(ARGS)

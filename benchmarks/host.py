@@ -31,7 +31,7 @@ from server.settings import load_settings
 _OF_HEAD = "latebranch_decode of a draft head"
 _PASSES = {"target's pass": ("latebranch_decode",), "draft passes": ("latebranch_grow_round", _OF_HEAD)}
 _LOOPS = "judging's loops"
-_OF_JUDGING = ("latebranch_likeliest", "latebranch_walk", "latebranch_laws", "latebranch_choose")
+_OF_JUDGING = ("latebranch_likeliest", "latebranch_walk", "latebranch_probs", "latebranch_choose")
 _STAGES = ("follow", "choose", "plan", "draft", "verify", "judge", "trace", "commit", "learn", "report")
 _WITHIN = {"verify": "target's pass", "draft": "draft passes", "judge": _LOOPS}  # what of a stage is told by itself
 _HEADS = (*_PASSES, _LOOPS, *_STAGES)

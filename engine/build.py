@@ -79,7 +79,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     models = {} if models is None else models
     model = _load(config.model, config.dtype, device, models)
     if model.native is not None:
-        library.take_threads(config.num_threads)
+        library.set_num_threads(config.num_threads)
     canary = SlotCanary() if config.kv_canary else None
     target = Target(model, config.scheduler.num_slots, canary)
     config, own_drafter = _drafter_or_stand_in(config, target, models)

@@ -63,9 +63,9 @@ class _Gathering:
         self._model, self._passes = model, DirectPasses(model, cache)
 
     @property
-    def way(self) -> str:
+    def method(self) -> str:
         """As they come."""
-        return self._passes.way
+        return self._passes.method
 
     def run(self, batch: PackedBatch, rows: Sequence[int]) -> torch.Tensor:
         """Return logits of the packed tokens in `rows`."""

@@ -20,7 +20,7 @@ from engine.core.types import SamplingParams
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import grow, learn
 from engine.engine import Engine
-from engine.profiling.counterfactual import Counterfactual, Planting, Point
+from engine.profiling.counterfactual import Counterfactual, Point, TreeSpec
 from engine.utils.progress_bar import progress_bar
 from engine.verify.coupled import judge_greedy
 from engine.verify.rules import create_verifier
@@ -68,7 +68,7 @@ class Collector:
 
     def _text(self, kind: str, prompt: tuple[int, ...], sampling: SamplingParams, name: str) -> None:
         limited = replace(sampling, max_tokens=self._design.num_text_tokens, seed=len(prompt))
-        (text,) = self._lab.written([(prompt, limited)])
+        (text,) = self._lab.generate([(prompt, limited)])
         self._lab.load(text)
         for point in range(len(prompt) + 1, len(text) - 1, self._design.point_stride):
             facts = {"kind": kind, "temperature": sampling.temperature, "point": f"{name}-{sampling.temperature}-{point}"}
@@ -81,7 +81,7 @@ class Collector:
 
     def _judged(self, at: int, sampling: SamplingParams, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         contenders = [one for budget in self._design.budgets for one in contenders_of(budget, sampling.is_greedy)]
-        plantings = [Planting(one.expansion, one.row_verifier, self._num_points) for one in contenders]
+        plantings = [TreeSpec(one.expansion, one.row_verifier, self._num_points) for one in contenders]
         calibrations = self._calibrations[sampling.temperature]
         point = self._lab.point(at, plantings, sampling, calibrations)
         verdicts: list[Verdict] = []
@@ -113,11 +113,11 @@ class Collector:
 
     def _timed(self, at: int, sampling: SamplingParams, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Time real growth and a real pass for each tree, plain decoding first."""
-        plain = Planting(PLAIN, "nss", 0)
+        plain = TreeSpec(PLAIN, "nss", 0)
         yield {"type": "time", **facts, "budget": 0, "expansion": "plain", **self._seconds(self._lab.row(at, plain, sampling))}
         for budget in self._design.budgets:
             for one in contenders_of(budget, sampling.is_greedy):
-                row = self._lab.row(at, Planting(one.expansion, one.row_verifier, next(self._seeds)), sampling)
+                row = self._lab.row(at, TreeSpec(one.expansion, one.row_verifier, next(self._seeds)), sampling)
                 yield {"type": "time", **facts, **_names(one, one.row_verifier), **self._seconds(row)}
 
     def _seconds(self, row: Row) -> dict[str, float]:

@@ -1,9 +1,9 @@
-"""The head's forward pass in training: every position of whole texts at once, and chains that run on from some of them.
+"""The head's forward pass in training: all positions of a text at once, and chains that continue from some of them.
 
-What serving will do is done here in parallel: at step 0 each position reads the target's true feature; at step j a chain that
-started at position t reads its own state of step j - 1 and the text's token t + j, and sees the true keys up to t and its own
-after it (EAGLE-3's training-time test). Chains need only start from a sample of the positions: given the keys of step 0 they do
-not depend on each other.
+It computes in parallel what serving computes step by step (EAGLE-3's training-time test). At step 0 each position reads the
+target's feature. At step j a chain that started at position t reads its own state of step j - 1 and the text's token t + j. It
+attends to the keys of step 0 up to t, and to its own keys after t. Chains do not depend on each other, so they start at a
+sample of the positions.
 
 Shape key: B texts, T positions, C chains a text, F feature layers, D target width, W inner width, H key-value heads, G query
 heads for each, K head size.
@@ -26,11 +26,11 @@ def chain_states(
     starts_BC: Int[Tensor, "B C"],
     num_steps: int,
 ) -> Iterator[Float[Tensor, "B TC W"]]:
-    """Yield the head's states: of all positions at step 0, then of the chains' at steps 1, 2, ...
+    """Yield the head's states: those of all positions at step 0, then those of the chains at steps 1, 2, ...
 
-    The state at step j of a chain from t says what comes after position t + j. `starts_BC` + num_steps must stay inside the text.
+    The state at step j of a chain from t predicts the token after position t + j. `starts_BC` + num_steps must stay in the text.
     """
-    features_BTW = functional.pad(head.features(states_BTFD), (0, 0, 1, 0))[:, :-1]  # position t reads what t - 1 left
+    features_BTW = functional.pad(head.features(states_BTFD), (0, 0, 1, 0))[:, :-1]  # position t reads the feature of t - 1
     tokens_BTW = head.tokens(embeddings_BTD)
     num_texts, length = tokens_BTW.shape[:2]
     positions_T = torch.arange(length, device=starts_BC.device)
@@ -69,7 +69,7 @@ def _chained(
     chain: list[tuple[Tensor, Tensor]],
     visible_BCT: Tensor,
 ) -> Float[Tensor, "B C HGK"]:
-    """Attend to the true keys up to each chain's start, and to the chain's own keys."""
+    """Attend to the keys of step 0 up to each chain's start, and to the chain's own keys."""
     shape = layer.shape
     query = torch.unflatten(query_BCNK, 2, (shape.num_kv_heads, -1)) * shape.head_size**-0.5  # [B, C, H, G, K]
     trunk_scores = torch.einsum("bchgk,bthk->bchgt", query, trunk[0])

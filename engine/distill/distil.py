@@ -1,4 +1,4 @@
-"""From a corpus to a head's file: vocabulary, training, held-out figures, recipe."""
+"""Makes a head from a corpus: vocabulary, training, held-out measurements, recipe."""
 
 import zlib
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from engine.draft.models.head import DraftHead, HeadShape
 from engine.model.causal_lm import CausalModel
 from engine.model.linears import weight_of
 
-_HELD_OUT = 20  # one prompt in so many is kept to measure on
+_HELD_OUT = 20  # one prompt in this many is held out for measurements
 
 
 class NothingToLearn(ValueError):
@@ -24,7 +24,7 @@ class NothingToLearn(ValueError):
 
 @dataclass(frozen=True)
 class Distilled:
-    """A trained head, its recipe (how it was made and what it reached on held-out texts), and the curve of its training."""
+    """A trained head, its recipe (settings, and measurements on held-out texts), and the curve of its training."""
 
     head: DraftHead
     recipe: dict[str, object]
@@ -32,7 +32,7 @@ class Distilled:
 
 
 def shape_for(model: CausalModel, width: int, num_layers: int, intermediate: int, feature_layers: tuple[int, ...]) -> HeadShape:
-    """Return a head's shape for a target: attention heads of 64, a third as many for keys. Raise ValueError if it cannot be."""
+    """Return a head's shape for a target: attention heads of 64, a third as many for keys. Raise ValueError if invalid."""
     depth = len(model.module.model.layers)
     if list(feature_layers) != sorted(set(feature_layers)) or feature_layers[0] < 1 or feature_layers[-1] != depth:
         raise ValueError(f"the feature layers must ascend from 1 and end with the last of {depth}, not be {list(feature_layers)}")
@@ -44,7 +44,7 @@ def shape_for(model: CausalModel, width: int, num_layers: int, intermediate: int
 
 
 def is_held_out(text: Text) -> bool:
-    """Return whether a text is measured on instead of learned: by its prompt, which is thus on one side in every training."""
+    """Return whether a text is held out for measurements. The prompt decides this, so it is the same in every training."""
     return zlib.crc32(text.ids_T[: text.num_prompt].to(torch.int32).numpy().tobytes()) % _HELD_OUT == 0
 
 
@@ -58,22 +58,21 @@ def distil(
     notes: Mapping[str, object],
     kept_share: float = 0.0,
 ) -> Distilled:
-    """Train a head on texts of the target's; goes on from its checkpoint in `work`, if it has one. Raises NothingToLearn.
+    """Train a head on texts of the target, from its checkpoint in `work` if there is one. Raises NothingToLearn.
 
-    `begin` is the shape of a new head, of `vocab_size` tokens, or a head to go on with, which is changed: it keeps its tokens
-    and gets others until it has `vocab_size`.
-    Of one to go on with `kept_share` stays in the weights, of which the rest is what was learnt: what it knew of other texts is
-    forgotten less (Wortsman et al., arXiv 2109.01903).
-    `model` lends embeddings and output head, in its own precision; its layers are not run.
+    `begin` is the shape of a new head of `vocab_size` tokens, or a head to train further, in place. An existing head keeps its
+    tokens and gets more, up to `vocab_size`. Its new weights are `kept_share` of the old ones plus the rest of the trained ones,
+    so that it forgets less of other texts (Wortsman et al., arXiv 2109.01903).
+    The head uses embeddings and output head of `model`, in their own precision; the layers of `model` do not run.
     """
     texts = sorted(texts, key=lambda text: text.index)
     learned = [text for text in texts if not is_held_out(text) and len(text.ids_T) - text.num_prompt > plan.num_steps]
     held_out = [text for text in texts if is_held_out(text)]
     if not learned or not held_out:
-        raise NothingToLearn(f"{len(texts)} texts are too few to learn from and to measure on")
+        raise NothingToLearn(f"{len(texts)} texts are too few to train on and to hold out")
     torch.manual_seed(plan.seed)
     if isinstance(begin, HeadShape):
-        assert vocab_size is not None, "a new head has as many tokens as it is told"
+        assert vocab_size is not None, "a new head needs a vocabulary size"
         head = DraftHead(begin, frequent_tokens(model, learned, vocab_size))
     else:
         head = begin

@@ -1,4 +1,4 @@
-"""Fits an early-exit lens: the target writes texts, and a ridge regression maps a middle layer's state to the last layer's.
+"""Fits an early-exit lens: a ridge regression from a middle layer's state to the last layer's, on texts of the target.
 
 Shape key: T tokens of a text, D model width, V vocabulary.
 """
@@ -12,35 +12,37 @@ from torch import Tensor
 
 from engine.attention.packing import pack
 from engine.attention.segments import chain_segment
-from engine.distill.generation.generate import write
-from engine.distill.generation.jobs import Order
+from engine.distill.generation.generate import generate
+from engine.distill.generation.jobs import GenerationJob
 from engine.draft.models.early_exit import Lens, truncated_model
 from engine.kv_cache.pool import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap
 from engine.utils.progress_bar import progress_bar
 
-_BATCH = 64  # texts written at a time
+_BATCH = 64  # texts generated at a time
 _RIDGE = 1e-3  # of the mean square of a state's entries
 
 
 @dataclass(frozen=True, slots=True)
 class LensReport:
-    """How the drafter agrees with the target on held-out text: overlap is the mean of sum min(p, q), agreement of the arg max."""
+    """The drafter's agreement with the target on held-out text: mean of sum min(p, q), and share of equal arg max."""
 
     num_tokens: int
     overlap: float
     agreement: float
 
 
-def written_texts(model: CausalModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[list[int]]:
+def generated_texts(model: CausalModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[list[int]]:
     """Return each prompt with the target's own answer; odd prompts at temperature 1, even ones at 0.7."""
-    orders = {index: Order(prompt, 1.0 if index % 2 else 0.7, seed + index, max_tokens) for index, prompt in enumerate(prompts)}
+    jobs = {
+        index: GenerationJob(prompt, 1.0 if index % 2 else 0.7, seed + index, max_tokens) for index, prompt in enumerate(prompts)
+    }
     texts = {
         text.name: text.ids
-        for text in progress_bar(write(model, orders, _BATCH), what="writing texts", total=len(orders), unit="text")
+        for text in progress_bar(generate(model, jobs, _BATCH), what="writing texts", total=len(jobs), unit="text")
     }
-    return [texts[index] for index in range(len(orders))]
+    return [texts[index] for index in range(len(jobs))]
 
 
 def _states(model: CausalModel, text: Sequence[int], layers: Sequence[int]) -> tuple[Float[Tensor, "T D"], ...]:
@@ -75,7 +77,7 @@ def _progress(model: CausalModel, texts: Sequence[Sequence[int]], layers: Sequen
 
 
 def evaluate_lens(model: CausalModel, lens: Lens, texts: Sequence[Sequence[int]]) -> LensReport:
-    """Measure the drafter of a lens against the target on texts it was not fitted on."""
+    """Compare the drafter of a lens with the target on texts that it was not fitted on."""
     draft = truncated_model(model, lens.num_layers, lens.final_norm(model))
     num_tokens, overlap, agreement = 0, 0.0, 0.0
     for text in texts:

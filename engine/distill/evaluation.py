@@ -1,4 +1,4 @@
-"""How good a head is on texts it never saw: its law against the target's, at each depth of a chain.
+"""Evaluates a head on held-out texts: its distribution against the target's, at each depth of a chain.
 
 Shape key: N positions, V vocabulary, M head vocabulary, D target width.
 """
@@ -15,12 +15,12 @@ from engine.distill.corpus import Text
 from engine.distill.trainer import batched, sampled_starts
 from engine.draft.models.head import DraftHead
 
-_TEXTS = 4  # of a pass: their laws over the whole vocabulary lie in memory
+_TEXTS = 4  # of a pass: their distributions over the whole vocabulary are in memory
 
 
 @dataclass(frozen=True, slots=True)
 class DepthReport:
-    """Means over positions: `overlap` is sum min(p, q) at temperature 1, `overlap_07` at 0.7, `agreement` of the arg max."""
+    """Means over positions: `overlap` of sum min(p, q) at temperature 1, `overlap_07` at 0.7, `agreement` of equal arg max."""
 
     depth: int
     num_positions: int
@@ -39,9 +39,8 @@ def evaluate(
 ) -> list[DepthReport]:
     """Compare head and target along chains of `num_steps` tokens that begin at a share of the texts' positions.
 
-    Of some texts that are looked at together it is a share of the longest one's, and as many of each other's.
-
-    No report is made if no text is as long as a chain.
+    In a batch of texts this is a share of the longest text's positions, and the same number in the others.
+    The result is empty if no text is as long as a chain.
     """
     sums = torch.zeros(num_steps, 4, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a head is taught: to say the target's law over its own vocabulary, by divergence, by acceptance, or by a blend.
+"""The loss of a head: divergence from the target's distribution over the head's vocabulary, refused mass, or a blend of both.
 
 Shape key: N positions, D target width, M head vocabulary.
 """
@@ -9,23 +9,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-_ROWS = 512  # positions at a time, so that their laws stay in the processor's cache
-_ROWS_ELSEWHERE = 8192  # where a launch costs more, and it is their memory that counts
+_ROWS = 512  # positions at a time on a CPU, so that their distributions stay in its cache
+_ROWS_ELSEWHERE = 8192  # on a GPU launches cost more; memory is the limit
 
 
 def teacher_probs(states_ND: Float[Tensor, "N D"], rows_MD: Float[Tensor, "M D"]) -> Float[Tensor, "N M"]:
-    """Return the target's laws over the head's vocabulary alone, scaled to sum to 1, bfloat16."""
+    """Return the target's distributions over the head's vocabulary alone, normalised, bfloat16."""
     probs_NM = torch.empty(len(states_ND), len(rows_MD), dtype=torch.bfloat16, device=states_ND.device)
     for part in _parts(states_ND):
         probs_NM[part] = (states_ND[part] @ rows_MD.T).float().softmax(-1)
     return probs_NM
 
 
-class _Distilled(torch.autograd.Function):
-    """Mean loss of predicted states, with its gradient made in the same sweep, so that no law of the whole batch is kept.
+class _DistillationLoss(torch.autograd.Function):
+    """Mean loss of predicted states. The forward pass also computes the gradient, so that no distributions are stored.
 
-    Cross-entropy -sum p log q has the gradient q - p in the logits; the refused mass 1 - sum min(p, q) has
-    -q (a - sum a q), a being 1 where q < p.
+    In the logits, cross-entropy -sum p log q has the gradient q - p. The refused mass 1 - sum min(p, q) has
+    -q (a - sum a q), where a is 1 if q < p, else 0.
     """
 
     @staticmethod
@@ -35,7 +35,7 @@ class _Distilled(torch.autograd.Function):
         for part in _parts(predicted_ND):
             logits, p = predicted_ND[part] @ rows_MD.T, probs_NM[part]
             q = logits.softmax(-1, dtype=torch.float32)
-            # sum p log q = sum p logits - log of the sum of exp(logits), and that is logits - log q at any token
+            # sum p log q = sum p logits - log sum exp(logits); the latter is logits - log q at any token.
             log_sum = logits[:, :1].float() - q[:, :1].clamp_min(1e-38).log()
             loss -= (1.0 - refusal_weight) * ((p * logits).sum(-1, dtype=torch.float32) - log_sum[:, 0]).sum()
             if refusal_weight:
@@ -56,7 +56,7 @@ class _Distilled(torch.autograd.Function):
 
 
 def _parts(rows_ND: Tensor) -> list[slice]:
-    """Return rows that are looked at together."""
+    """Return slices of rows to process together."""
     size = _ROWS if rows_ND.device.type == "cpu" else _ROWS_ELSEWHERE
     return [slice(first, first + size) for first in range(0, len(rows_ND), size)]
 
@@ -66,6 +66,6 @@ def distillation_loss(
 ) -> Float[Tensor, ""]:
     """Return the mean of (1 - w) cross-entropy + w refused mass over the positions; w = `refusal_weight` in [0, 1].
 
-    `rows_MD` are the target's output rows of the head's vocabulary: frozen, no gradient reaches them.
+    `rows_MD` are the target's output rows of the head's vocabulary. They are frozen: they get no gradient.
     """
-    return _Distilled.apply(predicted_ND, probs_NM, rows_MD, refusal_weight)  # type: ignore[no-any-return, no-untyped-call]
+    return _DistillationLoss.apply(predicted_ND, probs_NM, rows_MD, refusal_weight)  # type: ignore[no-any-return, no-untyped-call]

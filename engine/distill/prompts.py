@@ -1,4 +1,4 @@
-"""Draws prompts from a grammar of templates and fillers, as many as wanted and the same for the same seed."""
+"""Draws prompts from a grammar of templates and fillers, deterministically by seed."""
 
 import random
 import re
@@ -22,9 +22,9 @@ class _File(msgspec.Struct):
 
 
 def draw_in_turn(grammars: Sequence["PromptGrammar"], count: int, seed: int) -> list[str]:
-    """Return `count` prompts, some of each grammar in turn; raise ValueError if one has not so many.
+    """Return `count` prompts, taken from the grammars in turn; raise ValueError if a grammar has too few.
 
-    As texts take temperatures in turn, so many come of one grammar together: each grammar's texts have all temperatures.
+    A turn has as many prompts as there are temperatures, so that each grammar's texts have all temperatures.
     """
     turns = [index // len(TEMPERATURES) % len(grammars) for index in range(count)]
     drawn = [iter(grammar.draw(turns.count(number), seed)) for number, grammar in enumerate(grammars)]
@@ -32,7 +32,7 @@ def draw_in_turn(grammars: Sequence["PromptGrammar"], count: int, seed: int) -> 
 
 
 class PromptGrammar:
-    """Templates by kind, each kind with its weight, and what their {names} stand for."""
+    """Templates by kind, the kinds' weights, and fillers for the {names} in templates."""
 
     def __init__(self, templates: Mapping[str, Sequence[str]], fillers: Mapping[str, Sequence[str]], weights: Mapping[str, int]):
         self._templates, self._fillers, self._weights = templates, fillers, weights
@@ -43,9 +43,9 @@ class PromptGrammar:
 
     @classmethod
     def load(cls, path: Path, weights: Mapping[str, int] | None = None) -> "PromptGrammar":
-        """Read a YAML file with `templates`, `fillers` and `weights`; those given here count instead, of kinds that it has.
+        """Read a YAML file with `templates`, `fillers` and `weights`; raise ValueError for another file.
 
-        Raise ValueError for another.
+        The argument's weights replace the file's, for kinds in the file.
         """
         try:
             parts = msgspec.convert(yaml.safe_load(path.read_text()), _File)
@@ -56,11 +56,11 @@ class PromptGrammar:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What kinds of prompts there are."""
+        """The kinds of prompts."""
         return frozenset(self._weights)
 
     def draw(self, count: int, seed: int) -> list[str]:
-        """Return `count` different prompts; raise ValueError if the grammar has not so many."""
+        """Return `count` different prompts; raise ValueError if the grammar has too few."""
         rng = random.Random(seed)
         kinds, weights = list(self._weights), list(self._weights.values())
         drawn: dict[str, None] = {}

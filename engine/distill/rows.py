@@ -1,4 +1,4 @@
-"""The target's own parts that a head borrows: embeddings, output rows, and which tokens are frequent.
+"""The target's output rows as a head uses them, and its most frequent tokens.
 
 Shape key: M head vocabulary, V vocabulary, D target width, N positions.
 """
@@ -16,12 +16,12 @@ from engine.model.hidden_states import StateTap
 from engine.model.linears import weight_of
 from engine.weights import UnsupportedModel
 
-_SAMPLE = 100_000  # positions whose laws are summed
-_TOLERANCE = 5e-2  # of bfloat16 logits, relative to the largest
+_SAMPLE = 100_000  # positions whose distributions are summed
+_TOLERANCE = 5e-2  # of bfloat16 logits, relative to the largest logit
 
 
 def require_plain_output(model: CausalModel) -> None:
-    """Raise UnsupportedModel unless the target's logits are its output rows times its last state: what a head is taught."""
+    """Raise UnsupportedModel unless the target's logits are its output rows times its last state, as a head assumes."""
     tap = StateTap(model, [len(model.module.model.layers)])
     try:
         expected_NV = own_logits(model, check_text(model))
@@ -37,9 +37,9 @@ def require_plain_output(model: CausalModel) -> None:
 def frequent_tokens(
     model: CausalModel, texts: Sequence[Text], count: int, known_M: Int[Tensor, " M"] | None = None
 ) -> Int[Tensor, " C"]:
-    """Return `count` tokens, ascending: those that are known, and of the others those that come most.
+    """Return `count` tokens, ascending: the known ones, and the most frequent of the others.
 
-    A token comes as often as it was drawn in all answers, and as the target's laws say in the first ones.
+    A token's frequency is its count in all answers, plus its total probability in the first ones.
     """
     mass_V = _mass(model, texts)
     for text in texts:
@@ -50,13 +50,13 @@ def frequent_tokens(
 
 
 def coverage(model: CausalModel, texts: Sequence[Text], ids_M: Int[Tensor, " M"]) -> float:
-    """Return how much of the target's probability in the texts some tokens carry."""
+    """Return the share of the target's probability in the texts that these tokens have."""
     mass_V = _mass(model, texts)
     return float(mass_V[ids_M].sum() / mass_V.sum())
 
 
 def _mass(model: CausalModel, texts: Sequence[Text]) -> Float[Tensor, " V"]:
-    """Return the summed laws of answers' positions, of the first texts."""
+    """Return the sum of the target's distributions over the answers' positions of the first texts."""
     mass_V = torch.zeros(model.vocab_size, device=model.device)
     num_rows = 0
     for text in texts:

@@ -1,6 +1,6 @@
-"""The training loop: texts in batches of like length, chains as they will be served, checkpoints that resume.
+"""The training loop: batches of texts of similar length, chains as in serving, checkpoints that resume.
 
-Shape key: B texts, T positions, C chains a text, N positions that count, F feature layers, D target width, M head vocabulary.
+Shape key: B texts, T positions, C chains a text, N trained positions, F feature layers, D target width, M head vocabulary.
 """
 
 import hashlib
@@ -33,10 +33,11 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How a head is trained. `chain_share` of the positions start chains of `num_steps`; `refusal_weight` is reached at the end.
+    """Settings of a training. `chain_share` of the positions start chains of `num_steps`.
 
-    `precision` is what matrices are multiplied in. An update adds up whole passes, of `tokens_per_pass` at most.
-    Matrices are trained by Muon (arXiv 2502.16982), norms by AdamW; both rates rise over `num_warmup` updates and fall to zero.
+    The weight of refused mass rises to `refusal_weight` at the end. Matrices are multiplied in `precision`. An update sums the
+    gradients of passes of at most `tokens_per_pass` tokens. Matrices are trained by Muon (arXiv 2502.16982), norms by AdamW. Both
+    rates rise over `num_warmup` updates, then fall to zero.
     """
 
     num_epochs: int = 8
@@ -55,7 +56,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts padded to one length. `counts_BT`: positions whose law is taught (answers, and where the target's state is known)."""
+    """Texts padded to one length. `counts_BT`: trained positions, those of answers with a known state of the target."""
 
     ids_BT: Int[Tensor, "B T"]
     states_BTFD: Float[Tensor, "B T F D"]
@@ -63,7 +64,7 @@ class Batch:
 
 
 def batched(texts: Sequence[Text], device: torch.device) -> Batch:
-    """Pad texts to the longest; each loses its last token, after which the target's law is unknown."""
+    """Pad texts to the longest. Each loses its last token, because the target's distribution after it is unknown."""
     lengths = torch.tensor([len(text.states_TFD) for text in texts])
     ids_BT = pad_sequence([text.ids_T[:-1].long() for text in texts], batch_first=True)
     states = pad_sequence([text.states_TFD for text in texts], batch_first=True)
@@ -74,7 +75,7 @@ def batched(texts: Sequence[Text], device: torch.device) -> Batch:
 
 
 def made_ahead(parts: Iterator[Made]) -> Iterator[Made]:
-    """Yield what an iterator makes; a thread makes the next meanwhile."""
+    """Yield an iterator's items; a thread computes the next one meanwhile."""
     with ThreadPoolExecutor(1) as maker:
         ahead = maker.submit(next, parts, None)
         while (made := ahead.result()) is not None:
@@ -85,8 +86,8 @@ def made_ahead(parts: Iterator[Made]) -> Iterator[Made]:
 class Trainer:
     """Trains a head against the target's embeddings and output rows. Owns the optimisers, the curve and the checkpoint.
 
-    Checkpoints lie in the folder `work`, each named for its training: what begins with another head, or learns otherwise or from
-    other texts, begins anew.
+    Checkpoints are in the folder `work`. Their names depend on the initial head, the plan and the texts, so that only the same
+    training resumes from them.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class Trainer:
         self.head, self.plan = head, plan
         self.curve: list[dict[str, float]] = []
         self._dtype: torch.dtype = getattr(torch, plan.precision)
-        begun = _digest(head.state_dict().values())
-        self._training = json.dumps([begun, asdict(plan), asdict(head.shape)])
+        initial = _digest(head.state_dict().values())
+        self._training = json.dumps([initial, asdict(plan), asdict(head.shape)])
         self._embeddings_VD, self._rows_MD = embeddings_VD, rows_MD.to(self._dtype)
         self._work = work
         matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
@@ -131,7 +132,7 @@ class Trainer:
         bar.close()
 
     def _updates(self, texts: Sequence[Text]) -> list[list[list[int]]]:
-        """Return the texts of every pass of every update of every epoch: like lengths in one pass, passes in random order."""
+        """Return the texts of every pass, by update: similar lengths in one pass, passes in random order in each epoch."""
         rng = random.Random(self.plan.seed)
         updates: list[list[list[int]]] = []
         for _ in range(self.plan.num_epochs):
@@ -152,8 +153,8 @@ class Trainer:
         loss = overlap = 0.0
         generator = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + index)
         for batch in batches:
-            one_loss, one_overlap = self._learn(batch, progress, generator, 1.0 / num_passes)
-            loss, overlap = loss + one_loss / num_passes, overlap + one_overlap / num_passes
+            pass_loss, pass_overlap = self._learn(batch, progress, generator, 1.0 / num_passes)
+            loss, overlap = loss + pass_loss / num_passes, overlap + pass_overlap / num_passes
         norm = float(clip_grad_norm_(self.head.parameters(), 1.0))
         for optimiser, _ in self._optimisers:
             optimiser.step()
@@ -195,11 +196,11 @@ class Trainer:
         partial.rename(checkpoint)
 
     def _resume(self, checkpoint: Path) -> int:
-        """Load the checkpoint of this training, if there is one; return how many updates it has behind it."""
+        """Load the checkpoint of this training, if there is one; return its number of updates."""
         if not checkpoint.exists():
             self._work.mkdir(parents=True, exist_ok=True)
             if others := len(list(self._work.glob("checkpoint-*.pt"))):
-                _logger.warning("training begins anew: the %d checkpoints in %s are of other trainings", others, self._work)
+                _logger.warning("training starts from the beginning: %d checkpoints in %s are of others", others, self._work)
             return 0
         state: dict[str, Any] = torch.load(checkpoint, weights_only=True, map_location=self._rows_MD.device)
         self.head.load_state_dict(state["head"])
@@ -210,7 +211,7 @@ class Trainer:
 
 
 def usual_precision(device: torch.device) -> str:
-    """Return the format in which a device is to multiply: processors that cannot do bfloat16 may be twice as slow in it."""
+    """Return the usual number format of a device. A processor without bfloat16 instructions is slow in bfloat16."""
     has_bfloat16 = device.type != "cpu" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return "bfloat16" if has_bfloat16 else "float32"
 
@@ -218,7 +219,7 @@ def usual_precision(device: torch.device) -> str:
 def sampled_starts(
     counts_BT: Bool[Tensor, "B T"], share: float, num_steps: int, generator: torch.Generator
 ) -> tuple[Int[Tensor, "B C"], Bool[Tensor, "B C"]]:
-    """Return positions where chains begin, the same number a text, and which of them are real: its whole chain counts."""
+    """Return the same number of chain starts for each text, and which are valid: all positions of the chain are trained."""
     length = counts_BT.shape[1]
     can_start_BT = counts_BT.clone()
     can_start_BT[:, :-1] &= counts_BT[:, 1:]
@@ -233,7 +234,7 @@ def sampled_starts(
 
 
 def _packed(order: Sequence[int], texts: Sequence[Text], most: int) -> Iterator[list[int]]:
-    """Cut an order of texts into groups of at most `most` padded tokens, or of one text."""
+    """Split an order of texts into groups of at most `most` padded tokens, or of one text."""
     group: list[int] = []
     longest = 0
     for index in order:
@@ -248,7 +249,7 @@ def _packed(order: Sequence[int], texts: Sequence[Text], most: int) -> Iterator[
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
-    """Return what tells tensors from others."""
+    """Return a digest of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

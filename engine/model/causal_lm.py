@@ -1,7 +1,8 @@
 """Any transformers causal language model, run over packed segments and a slot cache.
 
-Gives a loaded model our attention and linears; a model that we cannot drive exactly (recurrent state, masks of its own, rotary
-embeddings that depend on the batch) is refused by name. Shape key: T packed tokens, N rows of logits, V vocabulary.
+Replaces a loaded model's attention and linear layers. A model that cannot be run exactly is refused by name: one with recurrent
+state, masks of its own, or rotary embeddings that depend on the batch.
+Shape key: T packed tokens, N rows of logits, V vocabulary.
 """
 
 import logging
@@ -42,21 +43,21 @@ from engine.weights.pretrained import load_config, load_module, refuse_by_config
 from engine.weights.stored import stored_dtype
 
 _logger = logging.getLogger(__name__)
-# Of native passes, in which attention adds in another order: inputs of layers are rounded to 15 bits in int8, to 8 in compact.
+# For native passes, whose attention adds in another order. int8 rounds inputs of layers to 15 bits, compact to 8.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-3, "int8": 2e-2, "compact": 0.1}
 _NO_LIMIT = 1 << 20
-_WITH_CONSTANTS = "gemma"  # how families are called that scale embeddings by a number in the format of their weights
+_WITH_CONSTANTS = "gemma"  # prefix of model types that scale embeddings by a constant in the format of their weights
 
 
 class CausalModel:
-    """A causal language model and where it runs. Stateless between forwards: caches are arguments."""
+    """A causal language model on a device. It keeps no state between passes: caches are arguments."""
 
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
         self.module: Any = module.to(device).eval()
         self.device = device
         self.module.requires_grad_(False)
-        self.native: NativeDecoder | None = None  # runs passes in place of the module, once it is there
-        self.attend: Attend | None = None  # over tables; without it keys are gathered
+        self.native: NativeDecoder | None = None  # if set, runs passes in place of the module
+        self.attend: Attend | None = None  # the kernel over tables; without it keys are gathered
         self.memories: list[PassMemory] = []
 
     @property
@@ -66,17 +67,17 @@ class CausalModel:
 
     @property
     def max_positions(self) -> int:
-        """Longest context that can be run; a model that does not say is taken to have no limit of its own."""
+        """Longest context that the model can run. A model whose configuration has no limit is assumed to have none."""
         return int(getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text, by the model's generation settings, else its configuration."""
+        """Tokens that end a sequence, by the model's generation settings, else its configuration."""
         return end_tokens(self.module.generation_config.eos_token_id, self.module.config.get_text_config().eos_token_id)
 
     @property
     def cache_dtype(self) -> torch.dtype | None:
-        """What its keys and values are kept in; None: in what they are computed in."""
+        """The format of cached keys and values; None: the format in which they are computed."""
         return None if self.native is None else self.native.cache_dtype
 
     @property
@@ -90,7 +91,7 @@ class CausalModel:
         return self.attend is not None
 
     def restore_attention(self) -> None:
-        """Let the model attend to an engine's slots again, after it was lent to something that set another attention."""
+        """Let the model attend to an engine's slots again, after another attention was set."""
         self.module.set_attn_implementation(NAME)
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
@@ -105,12 +106,12 @@ class CausalModel:
         return self._run_table(PagedBatch(table, shape, columns), cache, logit_rows_N)
 
     def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int | None = None) -> list[RowArgMax]:
-        """Return those of the first `count` rows, or of all; of the latest pass's logits they may be known already."""
+        """Return the likeliest tokens of the first `count` rows, or of all. A native pass has them for its own logits."""
         known = None if self.native is None else self.native.likeliest(logits_NV)
-        return argmax_rows(logits_NV[:count]) if known is None else [RowArgMax(*one) for one in known[:count]]
+        return argmax_rows(logits_NV[:count]) if known is None else [RowArgMax(*pair) for pair in known[:count]]
 
     def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
-        """Run one pass over a table; return float32 logits of the tokens that its column of places asked about names."""
+        """Run one pass over a table; return float32 logits of the tokens in the table's first column of queried places."""
         return self._run_table(batch, cache, batch.outputs[0])
 
     def _run_table(self, batch: PagedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
@@ -137,25 +138,25 @@ class CausalModel:
 
 
 def weights_dtype(dtype: str) -> torch.dtype:
-    """Return the number format in which weights are loaded, and activations computed, for a precision by its name."""
+    """Return the number format of weights and activations for a named precision."""
     return torch.float32 if dtype in QUANTISED else getattr(torch, dtype)
 
 
 def loaded_dtype(folder: Path, dtype: str, linears: str) -> torch.dtype:
     """Return the number format in which a folder's weights are loaded.
 
-    For our library, which packs them layer by layer, that is the file's if it is narrower; but where a model has constants of its
-    own, which would be rounded with the weights.
+    The library packs weights layer by layer, so it takes the file's format if that is narrower. Exception: a model whose own
+    constants would be rounded with the weights.
     """
-    asked = weights_dtype(dtype)
-    if linears != NATIVE or asked != torch.float32:
-        return asked
+    wanted = weights_dtype(dtype)
+    if linears != NATIVE or wanted != torch.float32:
+        return wanted
     has_constants = load_config(folder).model_type.startswith(_WITH_CONSTANTS)
-    return asked if has_constants else stored_dtype(folder)
+    return wanted if has_constants else stored_dtype(folder)
 
 
 def is_run_natively(module: PreTrainedModel, device: torch.device) -> bool:
-    """Return whether our library runs a model's passes where its fastest linear layers are wanted."""
+    """Return whether the library runs a model's passes on a device, when the fastest linear layers are chosen."""
     if fastest_linears(device) != NATIVE:
         return False
     try:
@@ -166,9 +167,9 @@ def is_run_natively(module: PreTrainedModel, device: torch.device) -> bool:
 
 
 def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
-    """Load, check and prepare a model. `dtype` is a torch name, int8 or compact; `linears` as engine.model.linears names them.
+    """Load, check and prepare a model. `dtype` is a torch name, int8 or compact; `linears` is a kind of engine.model.linears.
 
-    A model that our library does not know is run as transformers has it, with packed linears; in int8 and compact it is refused.
+    transformers runs a model that the library does not know, with packed linear layers. In int8 and compact it is refused.
     """
     quiet_libraries()
     with _refusing(folder):
@@ -197,27 +198,27 @@ def _load(folder: Path, dtype: str, device: torch.device, linears: str) -> Causa
             _logger.info("%s; transformers runs it", error)
             return adopt(module.to(weights_dtype(dtype)), device, torch_linears(device))
     if dtype in QUANTISED:
-        raise UnsupportedModel(f"{dtype} needs our library and a processor with AVX2, which {device} has not")
+        raise UnsupportedModel(f"{dtype} needs the compiled library and a processor with AVX2, which {device} lacks")
     return adopt(module, device, linears)
 
 
 def _loaded(folder: Path, dtype: torch.dtype, wanted: torch.dtype) -> PreTrainedModel:
-    """Load a model in a format that holds the weights of the wanted one: in that itself if constants of its own were rounded."""
+    """Load a model in a format that holds its weights, or in the wanted format if the first would round its own constants."""
     module: PreTrainedModel = load_module(folder, dtype=dtype, attn_implementation="eager")
     constants = {buffer.dtype for buffer in module.buffers() if buffer.is_floating_point()}
     if dtype != wanted and not constants <= {torch.float32}:
-        del module  # no two at a time
+        del module  # frees its memory before the second load
         return _loaded(folder, wanted, wanted)
-    module.config.dtype = wanted  # what it will compute in
+    module.config.dtype = wanted  # the format in which it will compute
     return module
 
 
 def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain", precision: str = "float32") -> CausalModel:
-    """Take a loaded transformers model over: our attention and linears, compared as they will serve with the model's own pass.
+    """Replace a loaded model's attention and linear layers, and compare a pass with the model's own.
 
-    `precision` is for native linears alone, with which our library runs the passes, in float32 but for their weights; the
-    comparison is then with the module's own pass over the same linear layers.
-    Raises UnsupportedModel, and UnknownDecoder, before anything is changed, for one that the library does not know.
+    `precision` applies to native linear layers only. With these the library runs the passes, in float32 but for the weights, and
+    the comparison is with the module's own pass over the same linear layers.
+    Raises UnsupportedModel. Raises UnknownDecoder, before any change, for a model that the library does not know.
     """
     refuse_by_configuration(module.config)
     model = CausalModel(module, device)
@@ -245,7 +246,7 @@ def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain",
 
 
 def _attend_of(model: CausalModel) -> Attend | None:
-    """Return the kernel that attends for a model, if one does; say why where a GPU does without."""
+    """Return the attention kernel for a model, or None. On a GPU, log the reason for None."""
     heads, device, dtype = heads_of(model.module.config), model.device, model.module.dtype
     if (reason := unsupported_reason(device, heads.size, heads.num_shared, dtype)) is None:
         try:

@@ -1,7 +1,7 @@
-"""Whether a model can be driven exactly: a pass of ours against the model's own.
+"""Checks that tree-masked passes run a model exactly: a pass compared with the model's own.
 
-The pass that is compared is chunked, branched and packed beside a second sequence at the far end of the positions: whatever looks
-at the batch as a whole (rotary frequencies scaled by the longest text, say) shows in it.
+The compared pass is chunked, branched, and packed with a second sequence at the last position. So it differs if a model's
+result depends on the batch as a whole, for example if the longest sequence scales rotary frequencies.
 Shape key: N rows of logits, V vocabulary.
 """
 
@@ -23,49 +23,48 @@ if TYPE_CHECKING:
     from engine.model.causal_lm import CausalModel
 
 _logger = logging.getLogger(__name__)
-_TAIL = 5  # tokens at the end of the text that lie in the tree
-_MARGIN = 9  # tokens the text has beyond the smallest window
+_TAIL = 5  # last tokens of the sequence, which are in the tree
+_MARGIN = 9  # tokens of the sequence beyond the smallest window
 _LONGEST_CHECK = 1100
-_SAME_BITS_LENGTH, _OTHER_LENGTH = 11, 6  # tokens of a text compared to the bit, and of one beside it
-_TOLERANCE = 1e-3  # in float32; in narrower formats what follows
+_SAME_BITS_LENGTH, _OTHER_LENGTH = 11, 6  # tokens of a sequence compared bit for bit, and of another in its pass
+_TOLERANCE = 1e-3  # in float32; the next three are for narrower formats
 _LOOSE_TOLERANCE, _MOST_TOLERANCE = 5e-2, 0.5
 _OWN_NOISES = 3.0  # times what a model's own passes differ by
 
 
 def check_text(model: "CausalModel") -> list[int]:
-    """Return a fixed text, longer than the model's window unless that is too long to try at every start."""
+    """Return a fixed sequence, longer than the model's window unless that is too long to check at every start."""
     window = getattr(model.module.config.get_text_config(), "sliding_window", None) or 0
     length = min(window + _MARGIN, _LONGEST_CHECK, model.max_positions - 1)
     if length <= window:
-        _logger.warning("model check: the window of %d tokens is longer than the text of %d", window, length)
+        _logger.warning("model check: the window of %d tokens is longer than the sequence of %d", window, length)
     return [(index * 97 + 11) % model.vocab_size for index in range(length)]
 
 
 @torch.inference_mode()
 def own_logits(model: "CausalModel", ids: list[int], attention: str = "eager") -> Tensor:
-    """Return the last logits [N, V] of the text by the model's own causal pass with an attention of transformers'."""
+    """Return the last logits [N, V] of a sequence by the model's own causal pass with an attention of transformers."""
     model.module.set_attn_implementation(attention)
     out = model.module(input_ids=torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=_TAIL)
     return out.logits[0].float()  # type: ignore[no-any-return]
 
 
 def tolerance_of(model: "CausalModel", ids: list[int], expected_NV: Tensor) -> float:
-    """Return how far a pass may be from the model's own, relative to the largest logit, as its number format rounds.
+    """Return how far a pass may differ from the model's own, relative to the largest logit, given its number format.
 
-    To be asked before anything of the model is changed. Some round so much in bfloat16 that their own passes by two attentions
-    differ by an eighth.
+    Call this before the model is changed. In bfloat16 two attentions of the same model may differ by an eighth.
     """
     if model.module.dtype == torch.float32:
         return _TOLERANCE
     try:
-        own_noise = _apart(own_logits(model, ids, "sdpa"), expected_NV)
-    except ValueError:  # a model that has no other attention
+        own_noise = _relative_error(own_logits(model, ids, "sdpa"), expected_NV)
+    except ValueError:  # the model has no other attention
         own_noise = 0.0
     return min(_MOST_TOLERANCE, max(_LOOSE_TOLERANCE, _OWN_NOISES * own_noise))
 
 
 def require_equal(model: "CausalModel", ids: list[int], expected_NV: Tensor, tolerance: float) -> None:
-    """Raise UnsupportedModel unless our pass over the text gives the model's own logits, up to rounding.
+    """Raise UnsupportedModel unless a tree-masked pass gives the model's own logits, up to rounding.
 
     `tolerance` is relative to the largest logit.
     """
@@ -73,8 +72,8 @@ def require_equal(model: "CausalModel", ids: list[int], expected_NV: Tensor, tol
         logits_NV = _driven_logits(model, ids)
     except (UnsupportedAttention, TypeError, IndexError, RuntimeError) as error:
         raise refused(_type_of(model), f"it cannot be driven: {error}") from error
-    error_size = _apart(logits_NV, expected_NV)
-    _logger.info("model check: relative error of a tree-masked pass %.1e, of which %.1e are allowed", error_size, tolerance)
+    error_size = _relative_error(logits_NV, expected_NV)
+    _logger.info("model check: relative error of a tree-masked pass %.1e, tolerance %.1e", error_size, tolerance)
     if not error_size < tolerance:
         raise refused(_type_of(model), f"a tree-masked pass differs from the model's own by {error_size:.1e}")
 
@@ -83,12 +82,12 @@ def _type_of(model: "CausalModel") -> str:
     return str(model.module.config.model_type)
 
 
-def _apart(logits_NV: Tensor, expected_NV: Tensor) -> float:
+def _relative_error(logits_NV: Tensor, expected_NV: Tensor) -> float:
     return float((logits_NV - expected_NV).abs().max() / expected_NV.abs().max())
 
 
 def require_same_bits(model: "CausalModel", ids: list[int]) -> None:
-    """Raise UnsupportedModel unless a text's tokens have the same logits, to the bit, one by one and in one pass with others."""
+    """Raise UnsupportedModel unless tokens have bit-equal logits fed one by one, and in one pass with another sequence."""
     ids = (ids * _SAME_BITS_LENGTH)[:_SAME_BITS_LENGTH]
     slots = list(range(2 * len(ids)))
     cache = KVCache(len(slots), model.device)
@@ -101,11 +100,11 @@ def require_same_bits(model: "CausalModel", ids: list[int]) -> None:
     rows = torch.arange(_OTHER_LENGTH, _OTHER_LENGTH + len(ids), device=model.device)
     together = model.forward(pack(segments, model.device), KVCache(len(slots), model.device), rows)
     if not torch.equal(torch.stack(alone), together):
-        raise refused(_type_of(model), "a row's logits depend on what it is computed with")
+        raise refused(_type_of(model), "a row's logits depend on the other rows of its pass")
 
 
 def _driven_logits(model: "CausalModel", ids: list[int]) -> Tensor:
-    """Feed all but the tail as a chunk, then a tree of which one branch is the tail, beside a token at the last position."""
+    """Feed all but the tail as a chunk, then a tree with the tail as one branch, together with a token at the last position."""
     head, tail = ids[:-_TAIL], ids[-_TAIL:]
     tree, branch = _forked(tail)
     num_slots = len(head) + tree.num_nodes + 1
@@ -117,9 +116,9 @@ def _driven_logits(model: "CausalModel", ids: list[int]) -> Tensor:
 
 
 def _forked(tail: list[int]) -> tuple[TokenTree, list[int]]:
-    """Return a tree that holds the tail and, at the root, a sibling that is no part of it, and the tail's nodes.
+    """Return a tree with the tail as one branch and a sibling at the root, and the tail's nodes.
 
-    root - 1 - 3 - 4 - 5        2 is the sibling, numbered between so that nodes and depths differ
+    root - 1 - 3 - 4 - 5        2 is the sibling, so that the numbers of nodes differ from their depths
          - 2
     """
     parents = (-1, 0, 0, 1, 3, 4)

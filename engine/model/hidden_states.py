@@ -15,15 +15,15 @@ from engine.native.passes import Output
 
 
 def place_after(count: int, depth: int, is_last_normed: bool = True) -> int:
-    """Return where our library has the states after the first `count` of a model's layers (engine.native.passes.Output)."""
+    """Return the library's index of the states after the first `count` of a model's layers (engine.native.passes.Output)."""
     return depth if count == depth and is_last_normed else count - 1
 
 
 class StateTap:
     """Keeps the states of a model's latest pass after some numbers of layers.
 
-    The full number reads the last norm's output, or with `is_last_normed` False what the norm is given. A model's own module is
-    read too where it runs in place of our library, as a comparison's or a writer's does.
+    For the full number of layers it reads the last norm's output, or its input if `is_last_normed` is False. It also reads
+    passes of the model's own module, which comparisons and offline generation run in place of the library.
     """
 
     def __init__(self, model: CausalModel, layers: Sequence[int], is_last_normed: bool = True) -> None:
@@ -45,7 +45,7 @@ class StateTap:
         return torch.stack(self.parts(), dim=1)
 
     def parts(self) -> list[Float[Tensor, "T D"]]:
-        """Return the same, each layer's by itself."""
+        """Return the states of the latest pass, by layer."""
         return [self._states[count] for count in self._layers]
 
     def close(self) -> None:

@@ -1,9 +1,8 @@
-"""How the models' linear layers are computed: the seam for prepacked and quantised weights.
+"""The kinds of linear layers: torch's own, prepacked by oneDNN, and the library's.
 
-`plain` leaves them to torch. `packed` reorders float weights once into the blocked layout oneDNN multiplies fastest on a CPU;
-the function computed is the same up to rounding. Weights of a format that oneDNN refuses there are left to torch. `native` gives
-them to our own library (engine.native) in float32, bfloat16, int8 or compact; a row's result then has the same bits whatever is
-beside it.
+`plain` layers are torch's. `packed` reorders float weights once into the blocked layout that oneDNN multiplies fastest on a CPU;
+results are equal up to rounding. Weights of a format that oneDNN refuses stay plain. `native` layers are those of the library
+(engine.native), in float32, bfloat16, int8 or compact. A row's result then has the same bits in any batch.
 """
 
 import platform
@@ -31,12 +30,12 @@ class PackedLinear(nn.Module):
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
 
     def dense_weight(self) -> Tensor:
-        """Return a copy of the weight [outputs, inputs] in the layout it was given in."""
+        """Return a copy of the weight [outputs, inputs] in torch's layout."""
         return self._packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""
-        if x.dtype == torch.bfloat16 and x.numel() == x.shape[-1]:  # a lone row takes a slow way: 1.4 times the time of two
+        if x.dtype == torch.bfloat16 and x.numel() == x.shape[-1]:  # oneDNN multiplies two rows faster than one
             return torch.narrow(self._product(x.reshape(1, -1).expand(2, -1)), 0, 0, 1).view(*x.shape[:-1], -1)
         return self._product(x)
 
@@ -44,30 +43,30 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-_LIKE = {"float32": 1e-4, "bfloat16": 1e-2, "int8": 0.1, "compact": 0.1}  # relative error of an output
+_TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2, "int8": 0.1, "compact": 0.1}  # relative errors of an output
 _SAMPLE_ROWS = 4
 
 
 def _native(linear: nn.Linear, precision: str) -> NativeLinear:
-    """Return the layer by our library. The one that it replaces becomes float32, whatever its weights were loaded in."""
+    """Return the library's layer. The replaced layer becomes float32."""
     linear.float()
     return _checked(linear, NativeLinear(linear, precision), precision)
 
 
 @torch.inference_mode()
 def _checked(linear: nn.Linear, native: NativeLinear, precision: str) -> NativeLinear:
-    """Return the layer; raise ValueError if it is not nearly the one it replaces, in float32."""
+    """Return the native layer; raise ValueError if its outputs differ from the replaced layer's, in float32."""
     sample_NI = torch.randn(_SAMPLE_ROWS, linear.in_features, generator=torch.Generator().manual_seed(0))
     expected_NO = linear(sample_NI)
     error = float((native(sample_NI) - expected_NO).norm() / expected_NO.norm().clamp_min(torch.finfo().tiny))
-    if not error < _LIKE[precision]:
+    if not error < _TOLERANCES[precision]:
         raise ValueError(f"in {precision} a layer of {linear.in_features} inputs differs by {error:.0%}")
     return native
 
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN takes weights of this format on this processor: in bfloat16 it may say so and then refuse."""
+    """Return whether oneDNN packs weights of this format on this processor. Its own answer for bfloat16 may be wrong."""
     try:
         PackedLinear(linear_of(torch.zeros(16, 16, dtype=dtype)))(torch.zeros(1, 16, dtype=dtype))
     except RuntimeError:
@@ -83,7 +82,7 @@ _KINDS: dict[str, Callable[[nn.Linear, str], nn.Module]] = {
 
 
 def linear_of(weight: Float[Tensor, "O I"]) -> nn.Linear:
-    """Return a linear layer of this very weight, without a bias."""
+    """Return a linear layer over this weight itself, without a bias."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     return linear
@@ -100,7 +99,7 @@ def weight_of(linear: nn.Module) -> Tensor:
 def prepare_linears(model: nn.Module, kind: str, precision: str = "float32") -> None:
     """Replace the model's linear layers in place; `precision` is for native ones. Raise ValueError for an unknown kind.
 
-    Each is let go of as it is replaced: a model need not be held twice.
+    Each layer is freed as it is replaced, so that the weights are never in memory twice.
     """
     if kind not in _KINDS:
         raise ValueError(f"unknown linear kind {kind!r}; known: {', '.join(_KINDS)}")
@@ -117,16 +116,16 @@ def fastest_linears(device: torch.device) -> str:
 
 
 def torch_linears(device: torch.device) -> str:
-    """Return the kind that is fastest without our library."""
+    """Return the kind that is fastest without the library."""
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return "packed" if device.type == "cpu" and has_onednn else "plain"
 
 
 def fastest_precision(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the precision for weights whose rounding costs no more than a little acceptance: a drafter's.
+    """Return the precision for a drafter's weights, whose rounding costs only a little acceptance.
 
-    That is the one with the least memory traffic that a processor multiplies fast, int8 in our library, else bfloat16;
-    elsewhere `dtype`.
+    On a CPU that is the precision with the least memory traffic that the processor multiplies fast: int8 in the library, else
+    bfloat16. Elsewhere it is `dtype`.
     """
     if device.type == "cpu" and library.is_available():
         return "int8"
@@ -135,6 +134,6 @@ def fastest_precision(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether the processor has instructions for it; oneDNN also says yes where it must convert, which is slower."""
+    """Return whether the processor has bfloat16 instructions. oneDNN's own answer includes slower conversion."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and (not is_x86 or torch.cpu._is_avx512_bf16_supported())

@@ -1,4 +1,4 @@
-"""How a model's passes over one cache are run: as they come, or padded to a shape and replayed.
+"""Runs a model's passes over one cache: directly, or padded to a recorded shape and replayed.
 
 Shape key: T tokens, N rows of logits, V vocabulary.
 """
@@ -16,27 +16,27 @@ from engine.attention.paged.table import PagedBatch, TableColumns
 from engine.kv_cache.pool import KVCache
 from engine.utils.host_transfer import integers
 
-Listener = Callable[[Int[Tensor, " T"]], None]  # told of the slots that a pass has written
+Listener = Callable[[Int[Tensor, " T"]], None]  # called with the slots that a pass has written
 
 
 class PassModel(Protocol):
-    """A model whose passes can be run either way."""
+    """A model whose passes can run directly or be recorded."""
 
     memories: list[PassMemory]
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The model's device."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """TableColumns of its logits."""
+        """TableColumns of the logits."""
         ...
 
     @property
     def reads_tables(self) -> bool:
-        """Whether it can run passes over tables."""
+        """Whether the model can run passes over tables."""
         ...
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
@@ -44,7 +44,7 @@ class PassModel(Protocol):
         ...
 
     def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
-        """Run a pass over a table, whose one column of places asked about says of which tokens there are to be logits."""
+        """Run a pass over a table; return logits of the tokens in its one column of queried places."""
         ...
 
 
@@ -52,8 +52,8 @@ class Passes(Protocol):
     """Runs one model over one cache."""
 
     @property
-    def way(self) -> str:
-        """How, for whoever keeps times: equal ways, like times."""
+    def method(self) -> str:
+        """How passes run, as a key of measured times: passes of equal methods take equal times."""
         ...
 
     def run(self, batch: PackedBatch, rows: Sequence[int]) -> Float[Tensor, "N V"]:
@@ -62,14 +62,14 @@ class Passes(Protocol):
 
 
 class DirectPasses:
-    """Each pass as it comes; `listener` is told of it when it has run."""
+    """Runs each pass directly, then calls `listener`."""
 
     def __init__(self, model: PassModel, cache: KVCache, listener: Listener | None = None) -> None:
         self._model, self._cache, self._listener = model, cache, listener
 
     @property
-    def way(self) -> str:
-        """As they come."""
+    def method(self) -> str:
+        """How passes run."""
         return "torch's"
 
     def run(self, batch: PackedBatch, rows: Sequence[int]) -> Float[Tensor, "N V"]:
@@ -81,7 +81,7 @@ class DirectPasses:
 
 
 class RecordedPasses:
-    """Passes padded to the next shape and replayed; larger ones as they come. What the listener does is recorded with them."""
+    """Pads passes to the next recorded shape and replays them; larger passes run directly. Recordings include the listener."""
 
     def __init__(self, model: PassModel, cache: KVCache, steps: GraphResources, listener: Listener | None = None) -> None:
         self._direct = DirectPasses(model, cache, listener)
@@ -97,8 +97,8 @@ class RecordedPasses:
         self._recordings = GraphedFunction(steps, columns, run, model.vocab_size, model.memories)
 
     @property
-    def way(self) -> str:
-        """Padded, and by what they are replayed."""
+    def method(self) -> str:
+        """How passes run, including the kind of recordings."""
         return f"torch's, padded, {self._recorder.name}"
 
     def run(self, batch: PackedBatch, rows: Sequence[int]) -> Float[Tensor, "N V"]:
@@ -107,5 +107,5 @@ class RecordedPasses:
         return self._direct.run(batch, rows) if logits_NV is None else logits_NV
 
     def prepare(self) -> None:
-        """Record what has not been."""
+        """Record the shapes that are not recorded yet."""
         self._recordings.prepare()

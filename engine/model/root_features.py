@@ -1,11 +1,11 @@
-"""What passes that have run say of the places where the next trees will grow, read when somebody asks.
+"""Features of the next roots, computed on request from passes that have already run.
 
-A step ends with one node of each row's tree and one more token after it, the next root. The target's state and law at that node
-are there already, often the drafter's law too, and what the drafter will read when it is fed the root. A reader keeps where they
-lie until the next step and computes what a policy may see of them, for the sequences it is asked about and no others.
+A step ends each row's tree at one node, followed by one more token, the next root. At that node the target's state and
+distribution are known, often also the drafter's distribution, and the features that the drafter will read at the root. This
+module keeps references to them until the next step, and computes a policy's inputs for the requested sequences only.
 
-Shape key: B sequences asked about, C columns of scalars, N nodes that a pass gave logits for, R kept draft laws, D target width,
-W width of what the drafter reads, V vocabulary.
+Shape key: B requested sequences, C columns of scalars, N nodes with logits, R stored draft distributions, D target width,
+W width of the drafter's inputs, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,22 +22,22 @@ from engine.core.types import SamplingParams
 from engine.model.causal_lm import CausalModel
 from engine.utils.host_transfer import column, integers
 
-_NUM_COMPARED = 4  # of ROOT_SCALARS, those that need a law of the drafter's
-_LEAST_LOG = -14.0  # of a log-probability: below it nothing is told from 0
+_NUM_COMPARED = 4  # the last ROOT_SCALARS, which need a draft distribution
+_LEAST_LOG = -14.0  # lower bound of a log-probability
 
 
 @runtime_checkable
 class SlotFeatures(Protocol):
-    """A drafter that reads something of the target which lies in slots."""
+    """A drafter that reads features of the target, stored by slot."""
 
     def features_at(self, slots: Sequence[int]) -> Float[Tensor, "B W"]:
-        """Return what lies in these slots, where the target has been."""
+        """Return the features in these slots, which the target has written."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Where a row's step ended: packed node, the row of the law its children were drawn from, its slot, the token after it."""
+    """A row's last node in a step: packed index, row of its children's draft distribution, slot, and the token after it."""
 
     node: int
     probs_row: int | None
@@ -47,9 +47,9 @@ class Ending:
 
 
 class RootFeatures:
-    """Tells of roots after the latest noted step. Sees nothing, and costs nothing, before `watch`.
+    """Returns features of the roots after the latest noted step. Passes are observed, at a cost, only after `watch`.
 
-    `drafter` is what was made for the target's features, if anything was.
+    `drafter` may read features of the target (SlotFeatures).
     """
 
     def __init__(self, model: CausalModel, drafter: object) -> None:
@@ -57,7 +57,7 @@ class RootFeatures:
         self._drafter = drafter if isinstance(drafter, SlotFeatures) else None
         self._embeddings_VD: Tensor = model.module.get_input_embeddings().weight
         self._endings: Mapping[str, Ending] = {}
-        self._given_ND: Tensor | None = None  # to the output head, in the latest pass
+        self._head_inputs_ND: Tensor | None = None  # inputs of the output head in the latest pass
         self._states_ND = self._logits_NV = self._probs_RV = torch.empty((0, 0))
         self._is_watching = False
 
@@ -67,39 +67,39 @@ class RootFeatures:
         return self._is_watching
 
     def watch(self) -> None:
-        """Begin to see passes."""
+        """Begin to observe passes."""
         if not self._is_watching:
             self._is_watching = True
             if self._model.native is not None:
-                self._model.native.watch((), lambda output: self.keep(output.given_ND))
+                self._model.native.watch((), lambda output: self.keep(output.head_inputs_ND))
             else:
                 head = self._model.module.get_output_embeddings()
                 head.register_forward_pre_hook(lambda _, args: self.keep(args[0].flatten(0, -2)))
                 self._model.memories.append(self)
 
     def keep(self, kept: Float[Tensor, "N D"] | None) -> None:
-        """Keep what the output head was given in the latest pass."""
-        self._given_ND = kept
+        """Keep the output head's inputs of the latest pass."""
+        self._head_inputs_ND = kept
 
     def kept(self) -> Float[Tensor, "N D"] | None:
-        """Return it."""
-        return self._given_ND
+        """Return the output head's inputs of the latest pass."""
+        return self._head_inputs_ND
 
     def note(self, endings: Mapping[str, Ending], logits_NV: Float[Tensor, "N V"], probs_RV: Float[Tensor, "R V"]) -> None:
-        """Take note of the step whose pass has just run; what was noted before is forgotten."""
+        """Keep the step whose pass has just run, in place of the step before."""
         self._endings = endings
         if endings:
-            assert self._given_ND is not None
-            # Nodes come first; the scored places of prompts, which follow them, are no roots.
-            self._states_ND, self._logits_NV, self._probs_RV = self._given_ND[: len(logits_NV)], logits_NV, probs_RV
+            assert self._head_inputs_ND is not None
+            # Nodes come first. The scored places of prompts follow, and are no roots.
+            self._states_ND, self._logits_NV, self._probs_RV = self._head_inputs_ND[: len(logits_NV)], logits_NV, probs_RV
 
     def facts(self, request_ids: Sequence[str]) -> RootFacts:
-        """Return what is known of these sequences' roots."""
+        """Return the features of these sequences' roots."""
         with torch.inference_mode():
             found = [self._endings.get(request_id) for request_id in request_ids]
-            endings = [one for one in found if one is not None]
-            is_known_B = np.array([one is not None for one in found], dtype=np.bool_)
-            nodes = integers([one.node for one in endings], self._model.device)
+            endings = [ending for ending in found if ending is not None]
+            is_known_B = np.array([ending is not None for ending in found], dtype=np.bool_)
+            nodes = integers([ending.node for ending in endings], self._model.device)
             width = self._embeddings_VD.shape[1]
             target_BD = self._states_ND.index_select(0, nodes) if endings else torch.empty((0, width))
             return RootFacts(
@@ -111,33 +111,33 @@ class RootFeatures:
 
     def _drafter_reads(self, endings: Sequence[Ending]) -> Float[Tensor, "B W"]:
         """Return the feature before each root and the root's embedding."""
-        root_ids = integers([one.root_id for one in endings], self._model.device)
+        root_ids = integers([ending.root_id for ending in endings], self._model.device)
         embeddings_BD = self._embeddings_VD.index_select(0, root_ids).float()
         if self._drafter is None:
             return embeddings_BD
-        features_BW = self._drafter.features_at([one.slot for one in endings]).float()
+        features_BW = self._drafter.features_at([ending.slot for ending in endings]).float()
         return torch.cat([features_BW, embeddings_BD], dim=-1)
 
     def _scalars(self, endings: Sequence[Ending], nodes: Tensor) -> Float[Tensor, "B C"]:
-        """Return ROOT_SCALARS. The laws are the temperature's alone: what a truncation cuts off would cost a sort to find."""
+        """Return ROOT_SCALARS. Distributions are by temperature alone: a truncation would cost a sort."""
         if not endings:
             return torch.empty((0, len(ROOT_SCALARS)))
         device = self._logits_NV.device
-        temperatures = [one.sampling.temperature or 1.0 for one in endings]
+        temperatures = [ending.sampling.temperature or 1.0 for ending in endings]
         logits_BV = self._logits_NV.index_select(0, nodes)
         if any(temperature != 1.0 for temperature in temperatures):
             logits_BV = logits_BV / column(temperatures, logits_BV)
         probs_BV = logits_BV.softmax(-1)
-        root_ids = integers([one.root_id for one in endings], device)[:, None]
+        root_ids = integers([ending.root_id for ending in endings], device)[:, None]
         top_B1 = probs_BV.amax(-1, keepdim=True)
         # With log p = logits - c, and c known from the likeliest token: H = c - sum of p x logits.
         normaliser_B1 = logits_BV.amax(-1, keepdim=True) - top_B1.log()
         entropy_B1 = normaliser_B1 - torch.linalg.vecdot(probs_BV, logits_BV)[:, None]
         root_log_B1 = logits_BV.gather(1, root_ids) - normaliser_B1
         of_draft_BC = torch.zeros((len(endings), _NUM_COMPARED), device=device)
-        known = [place for place, one in enumerate(endings) if one.probs_row is not None]
+        known = [place for place, ending in enumerate(endings) if ending.probs_row is not None]
         if known:
-            rows = integers([row for one in endings if (row := one.probs_row) is not None], device)
+            rows = integers([row for ending in endings if (row := ending.probs_row) is not None], device)
             index = integers(known, device)
             drafted_BV = self._probs_RV.index_select(0, rows)
             known_BV = probs_BV if len(known) == len(endings) else probs_BV.index_select(0, index)
@@ -146,7 +146,7 @@ class RootFeatures:
 
 
 def _compared(target_BV: Tensor, draft_BV: Tensor, root_ids_B1: Tensor) -> Float[Tensor, "B C"]:
-    """Return that a draft law is known, its greatest probability, its distance from the target's, and its chance of the root."""
+    """Return 1 (known), the draft's greatest probability, its distance from the target, and its log-probability of the root."""
     parts = [
         torch.ones(len(target_BV), device=target_BV.device),
         draft_BV.amax(-1),
@@ -157,7 +157,7 @@ def _compared(target_BV: Tensor, draft_BV: Tensor, root_ids_B1: Tensor) -> Float
 
 
 def _spread(known: Tensor, is_known_B: np.ndarray) -> np.ndarray:
-    """Return float32 rows for all sequences; zeros where nothing is known."""
+    """Return float32 rows for all sequences; zeros for unknown ones."""
     spread = np.zeros((len(is_known_B), known.shape[1]), dtype=np.float32)
     spread[is_known_B] = known.float().cpu().numpy()
     return spread

@@ -1,6 +1,6 @@
-"""The target model and its cache: the one tree-masked forward of a step.
+"""The target model and its cache: the one tree-masked pass of a step.
 
-Shape key: T packed tokens, N nodes of all decoding rows' trees (tree after tree) and places asked about, V vocabulary.
+Shape key: T packed tokens, N nodes of all decoding rows' trees (tree after tree) and queried places, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -22,53 +22,53 @@ from engine.model.passes import DirectPasses, Passes, RecordedPasses
 
 
 class PassObserver(Protocol):
-    """Whoever keeps something of each pass beside the cache, by slot."""
+    """Stores data of each pass beside the cache, by slot."""
 
     def follow(self, cache: KVCache) -> bool:
-        """Begin to keep it of passes that write to this cache; return whether the passes keep it by themselves."""
+        """Begin to store data of passes that write to this cache; return whether the passes store it without `on_pass`."""
         ...
 
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
-        """Take note of a pass that has just run: token t of it was cached in slot t of `write_slots_T`."""
+        """Store data of the pass that has just run: its token t was cached in slot `write_slots_T[t]`."""
         ...
 
 
 class Target:
-    """The model whose law is served. Owns its cache's contents; slots are the scheduler's."""
+    """The model whose distribution is served. Owns its cache's contents; the scheduler assigns slots."""
 
     def __init__(self, model: CausalModel, num_slots: int, canary: Canary | None = None) -> None:
         self.model = model
         self.cache = KVCache(num_slots, model.device, canary, model.cache_dtype)
         self._observers: list[PassObserver] = []
-        self._passes: Passes = DirectPasses(model, self.cache, self._tell)
+        self._passes: Passes = DirectPasses(model, self.cache, self._report)
 
     def report_to(self, observer: PassObserver) -> None:
-        """Tell `observer` of every pass from now on, unless passes do without; valid before they are recorded."""
+        """Report every later pass to `observer`, unless passes store its data by themselves. Call this before `record`."""
         if isinstance(self._passes, RecordedPasses):
-            raise RuntimeError("what a replay tells was recorded with it: observers come first")
+            raise RuntimeError("passes are recorded with their observers: add observers before recording")
         if not observer.follow(self.cache):
             self._observers.append(observer)
 
     def record(self, steps: GraphResources) -> RecordedPasses:
-        """Replay passes from now on; return them, to be prepared."""
-        self._passes = recorded = RecordedPasses(self.model, self.cache, steps, self._tell)
+        """Replay passes from now on; return them, so that the caller can prepare them."""
+        self._passes = recorded = RecordedPasses(self.model, self.cache, steps, self._report)
         return recorded
 
     @property
-    def way(self) -> str:
-        """How passes are run that are torch's."""
-        return self._passes.way
+    def method(self) -> str:
+        """How torch's passes run (Passes.method)."""
+        return self._passes.method
 
-    def _tell(self, write_slots_T: Int[Tensor, " T"]) -> None:
+    def _report(self, write_slots_T: Int[Tensor, " T"]) -> None:
         for observer in self._observers:
             observer.on_pass(write_slots_T)
 
     def forward(self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int] = ()) -> Float[Tensor, "N V"]:
         """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees.
 
-        Those after the packed tokens at `places` follow.
+        The logits after the packed tokens at `places` follow.
         """
-        if not plan.rows:  # a step that only tells of aborts
+        if not plan.rows:  # a step that only reports aborts
             return torch.empty((0, self.model.vocab_size), device=self.model.device)
         remaining = iter(trees)
         segments: list[Segment] = []

@@ -60,7 +60,7 @@ inline int32_t store_rounded(int8_t* to, Floats v) {
   return _mm_cvtsi128_si32(eights) + _mm_extract_epi16(eights, 4) - 16 * 128;
 }
 
-// Lanes of a mask side by side; what lies behind them up to 16 may be written too.
+// Store the lanes of a mask contiguously; up to 16 numbers may be overwritten.
 inline void compress(float* to, Mask m, Floats v) { _mm512_storeu_ps(to, _mm512_maskz_compress_ps(m, v)); }
 inline void compress(int64_t* to, Mask m, const int64_t* from, int64_t count) {
   const __m512i low = _mm512_maskz_loadu_epi64((__mmask8)lanes_left(count), from);
@@ -71,17 +71,28 @@ inline void compress(int64_t* to, Mask m, const int64_t* from, int64_t count) {
 
 inline void transpose(Floats (&r)[16]) {
   Floats u[16];
-  for (int i = 0; i < 16; i += 2) u[i] = _mm512_unpacklo_ps(r[i], r[i + 1]), u[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  for (int i = 0; i < 16; i += 2) {
+    u[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    u[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
   for (int i = 0; i < 16; i += 4) {
-    const __m512d a = _mm512_castps_pd(u[i]), b = _mm512_castps_pd(u[i + 1]), c = _mm512_castps_pd(u[i + 2]), e = _mm512_castps_pd(u[i + 3]);
-    r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c)), r[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
-    r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, e)), r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, e));
+    const __m512d a = _mm512_castps_pd(u[i]), b = _mm512_castps_pd(u[i + 1]), c = _mm512_castps_pd(u[i + 2]),
+                  e = _mm512_castps_pd(u[i + 3]);
+    r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+    r[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+    r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, e));
+    r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, e));
   }
   for (int i = 0; i < 4; i++) {
-    u[i] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88), u[i + 4] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
-    u[i + 8] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88), u[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
+    u[i] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88);
+    u[i + 4] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
+    u[i + 8] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
+    u[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
   }
-  for (int i = 0; i < 8; i++) r[i] = _mm512_shuffle_f32x4(u[i], u[i + 8], 0x88), r[i + 8] = _mm512_shuffle_f32x4(u[i], u[i + 8], 0xdd);
+  for (int i = 0; i < 8; i++) {
+    r[i] = _mm512_shuffle_f32x4(u[i], u[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_f32x4(u[i], u[i + 8], 0xdd);
+  }
 }
 
 // Registers
@@ -95,15 +106,19 @@ inline void store_register(float* to, Mask m, Register v) { store(to, m, v); }
 
 inline void add_product(Register& sum, Register a, Register b) { sum = fused(a, b, sum); }
 
-// The even ones of bfloat16s side by side, and the odd ones, as floats.
-inline Register load_even(const char* from) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(from), 16)); }
+// Of adjacent bfloat16 numbers the even ones, and the odd ones, as floats.
+inline Register load_even(const char* from) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(from), 16));
+}
 inline Register load_odd(const char* from) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi32((int)0xFFFF0000)));
 }
 
 // Doubles
 
-inline Doubles load_doubles(Mask m, const float* from) { return _mm512_cvtps_pd(_mm256_maskz_loadu_ps((__mmask8)m, from)); }
+inline Doubles load_doubles(Mask m, const float* from) {
+  return _mm512_cvtps_pd(_mm256_maskz_loadu_ps((__mmask8)m, from));
+}
 inline Doubles load_doubles(Mask m, const float* from, float factor) {  // rounded to floats
   return _mm512_cvtps_pd(_mm256_mul_ps(_mm256_set1_ps(factor), _mm256_maskz_loadu_ps((__mmask8)m, from)));
 }
@@ -125,7 +140,7 @@ inline Doubles mantissa_of(Doubles v) { return _mm512_getmant_pd(v, _MM_MANT_NOR
 
 // Integers
 
-// sums += products of 4 unsigned by 4 signed bytes. Not the intrinsic: GCC 12 copies its sums between registers, and out of them.
+// sums += products of 4 unsigned by 4 signed bytes. Not the intrinsic: with it GCC 12 copies and spills the sums.
 inline void add_dots(__m512i& sums, __m512i unsigned_bytes, __m512i signed_bytes) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
@@ -138,7 +153,9 @@ inline Integers add64(Integers a, Integers b) { return _mm512_add_epi64(a, b); }
 inline Integers times64(Integers a, Integers b) { return _mm512_mullo_epi64(a, b); }
 inline Integers exclusive_or(Integers a, Integers b) { return _mm512_xor_si512(a, b); }
 template <int N>
-inline Integers shifted_right64(Integers a) { return _mm512_srli_epi64(a, N); }
+inline Integers shifted_right64(Integers a) {
+  return _mm512_srli_epi64(a, N);
+}
 inline Doubles doubles_of(Integers a) { return _mm512_cvtepi64_pd(a); }  // of 0 to 2^52 - 1
 
 }  // namespace latebranch

@@ -1,9 +1,9 @@
-"""Weights in groups of 32 inputs, in as few bits as hold them: 4, 6 or 8 (compact.h says how they lie).
+"""Weights in groups of 32 inputs, stored in the fewest bits that hold them: 4, 6 or 8. compact.h defines the layout.
 
-Checkpoints made of a GGUF file hold few numbers a group: 16 at even distances in Q4_0, Q4_1 and Q4_K, 32 in Q5_0, 64 in Q6_K.
-Those are found here from the numbers themselves, so that it does not matter what became of the file. Weights that are on no such
-grid, those of Q5_1 and Q5_K among them, get 8 bits by the largest of their group, as in Q8_0.
-Shape key: O outputs, I inputs, N groups, K numbers of a group, G groups of an output, S scales of an output, L = 64 bytes.
+A checkpoint made of a GGUF file has few distinct values in a group, at equal distances: 16 in Q4_0, Q4_1 and Q4_K, 32 in Q5_0,
+64 in Q6_K. This module finds such a grid in the values themselves, so the original file is not needed. Weights on no such grid,
+for example those of Q5_1 and Q5_K, are rounded to 8 bits by the largest magnitude of their group, as in Q8_0.
+Shape key: O outputs, I inputs, N groups, K weights of a group, G groups of an output, S scales of an output, L = 64 bytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,22 +18,22 @@ GROUP = 32  # inputs
 BLOCK = 64  # outputs
 _LINE = 64  # bytes
 _SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None, None]  # of the high bits of a half's four quads
-RECORD_BYTES = {4: 20 * 64, 6: 28 * 64, 8: 36 * 64}  # of a group of a block, by its bits
+RECORD_BYTES = {4: 20 * 64, 6: 28 * 64, 8: 36 * 64}  # of one group of a block, by bits
 _LANES = 16  # outputs of a line
 _ROUNDING = 2.0**-8  # of bfloat16, in which checkpoints are stored
 _LEAST = 1e-30  # scale of an output whose weights are 0
 _SAMPLE = 512  # outputs that are tried before all
-_PIECE = 1 << 21  # weights that are looked at together: what is made of them stays near
-_ZERO = {4: 0, 6: 32, 8: 128}  # the code of 0 where there is no offset
-_SCALED = {4: 32, 6: 16, 8: 32}  # inputs with a scale of their own
-_MOST = 31  # the largest code of any grid: those of 64 are -32 to 31
+_PIECE = 1 << 21  # weights processed together: intermediate results stay in the processor's cache
+_ZERO = {4: 0, 6: 32, 8: 128}  # the code of 0 without an offset
+_SCALED = {4: 32, 6: 16, 8: 32}  # inputs that share a scale
+_MOST = 31  # the largest code of any grid: a grid of 64 has -32 to 31
 
 
 @dataclass(frozen=True)
-class Compact:
-    """Weights as they are stored: `scale_O` (`step_OS` (code - zero) + `offset_OS`), S numbers of an output side by side.
+class CompactWeights:
+    """Stored weights: a weight is `scale_O` (`step_OS` (code - zero) + `offset_OS`), with S steps and offsets for each output.
 
-    Inputs are padded to whole groups. Offsets are those of 4 bits, and 0 with others.
+    Inputs are padded to whole groups. Only 4-bit weights have offsets; others have 0.
     """
 
     bits: int
@@ -49,8 +49,8 @@ class Compact:
         return of_row.flatten(1) * self.scale_O[:, None]
 
 
-def compacted(weight_OI: Float[Tensor, "O I"]) -> Compact:
-    """Return weights in the fewest bits that hold them to bfloat16's rounding; in 8 they are rounded to what those can hold."""
+def compact_weights(weight_OI: Float[Tensor, "O I"]) -> CompactWeights:
+    """Return weights in the fewest bits that hold them to bfloat16's rounding, or rounded to 8 bits."""
     missing = -weight_OI.shape[1] % GROUP
     padded = functional.pad(weight_OI[None], (0, missing), mode="replicate")[0] if missing else weight_OI
     for bits, fit in ((4, _on_grid_of_16), (6, _on_grid_of_64)):
@@ -64,8 +64,8 @@ def compacted(weight_OI: Float[Tensor, "O I"]) -> Compact:
     return found
 
 
-def compact_packed(compact: Compact) -> UInt8[Tensor, "B G L"]:
-    """Return the records of each block of 64 outputs, one group after the other."""
+def compact_packed(compact: CompactWeights) -> UInt8[Tensor, "B G L"]:
+    """Return the records of each block of 64 outputs, group by group."""
     codes_OI = functional.pad(compact.codes_OI, (0, 0, 0, -len(compact.codes_OI) % BLOCK))
     num_blocks, num_groups = len(codes_OI) // BLOCK, codes_OI.shape[1] // GROUP
     # block, group, quad, column, output, input
@@ -82,8 +82,8 @@ def compact_packed(compact: Compact) -> UInt8[Tensor, "B G L"]:
     return torch.cat([part.reshape(num_blocks, num_groups, -1) for part in parts], dim=-1)
 
 
-def compact_unpacked(packed_BGL: UInt8[Tensor, "B G L"], scale_O: Float[Tensor, " O"]) -> Compact:
-    """Return what was packed; `scale_O` says how many outputs there are."""
+def compact_unpacked(packed_BGL: UInt8[Tensor, "B G L"], scale_O: Float[Tensor, " O"]) -> CompactWeights:
+    """Return the weights of packed records; the length of `scale_O` is the number of outputs."""
     num_blocks, num_groups, size = packed_BGL.shape
     bits = next(bits for bits, num_bytes in RECORD_BYTES.items() if num_bytes == size)
     lines = packed_BGL[..., : -4 * _LINE].reshape(num_blocks, num_groups, -1, _LINE)
@@ -98,50 +98,50 @@ def compact_unpacked(packed_BGL: UInt8[Tensor, "B G L"], scale_O: Float[Tensor, 
     step_OS = (kept[..., :1] if bits == 4 else kept).reshape(num_blocks * BLOCK, -1)
     offset_OS = kept[..., 1:].reshape(num_blocks * BLOCK, -1) if bits == 4 else torch.zeros_like(step_OS)
     count = len(scale_O)
-    return Compact(bits, codes_OI[:count], step_OS[:count], offset_OS[:count], scale_O)
+    return CompactWeights(bits, codes_OI[:count], step_OS[:count], offset_OS[:count], scale_O)
 
 
 _Fit = tuple[Float[Tensor, "N K"], Float[Tensor, " N"], Float[Tensor, " N"]]  # codes, steps and offsets
 
 
-def _fitted(weight_OI: Float[Tensor, "O I"], bits: int, fit: Callable[[Float[Tensor, "N K"]], _Fit]) -> Compact | None:
-    """Return weights in so many bits, or None if that is not what they are."""
+def _fitted(weight_OI: Float[Tensor, "O I"], bits: int, fit: Callable[[Float[Tensor, "N K"]], _Fit]) -> CompactWeights | None:
+    """Return weights in `bits` bits, or None if these cannot hold them."""
     found = []
     for piece_OI in _pieces(weight_OI):
         compact = _piece(piece_OI, bits, fit)
-        if bits < 8 and not _holds(compact, piece_OI):
+        if bits < 8 and not _is_within_rounding(compact, piece_OI):
             return None
         found.append(compact)
     names = ("codes_OI", "step_OS", "offset_OS", "scale_O")
-    return Compact(bits, *(torch.cat([getattr(one, name) for one in found]) for name in names))
+    return CompactWeights(bits, *(torch.cat([getattr(piece, name) for piece in found]) for name in names))
 
 
 def _pieces(weight_OI: Float[Tensor, "O I"]) -> Iterator[Tensor]:
     yield from torch.split(weight_OI, max(1, _PIECE // weight_OI.shape[1]))
 
 
-def _piece(weight_OI: Float[Tensor, "O I"], bits: int, fit: Callable[[Float[Tensor, "N K"]], _Fit]) -> Compact:
+def _piece(weight_OI: Float[Tensor, "O I"], bits: int, fit: Callable[[Float[Tensor, "N K"]], _Fit]) -> CompactWeights:
     num_outputs = len(weight_OI)
     codes_NK, step_N, offset_N = fit(weight_OI.reshape(-1, _SCALED[bits]))
     step_OS, offset_OS = step_N.view(num_outputs, -1), offset_N.view(num_outputs, -1)
     if bits == 8:
         scale_O = torch.ones(num_outputs)
-    else:  # so that float16 has its full precision
+    else:  # normalised, so that float16 keeps its full precision
         scale_O = torch.maximum(step_OS.abs().amax(1), offset_OS.abs().amax(1) / 16).clamp_min(_LEAST)
         step_OS, offset_OS = ((numbers / scale_O[:, None]).half() for numbers in (step_OS, offset_OS))
     codes_OI = (codes_NK + _ZERO[bits]).to(torch.uint8).view(num_outputs, -1)
-    return Compact(bits, codes_OI, step_OS.contiguous(), offset_OS.contiguous(), scale_O)
+    return CompactWeights(bits, codes_OI, step_OS.contiguous(), offset_OS.contiguous(), scale_O)
 
 
-def _holds(compact: Compact, weight_OI: Float[Tensor, "O I"]) -> bool:
-    """Return whether no weight differs by more than bfloat16 may have rounded two as large as the largest beside it."""
+def _is_within_rounding(compact: CompactWeights, weight_OI: Float[Tensor, "O I"]) -> bool:
+    """Return whether every weight is within two bfloat16 roundings of the largest weight in its group."""
     groups = len(weight_OI), -1, _SCALED[compact.bits]
     error_OS, size_OS = (numbers.abs().view(groups).amax(-1) for numbers in (compact.dense() - weight_OI, weight_OI))
     return bool((error_OS <= 2 * _ROUNDING * size_OS).all())
 
 
 def _on_grid_of_16(weight_NK: Float[Tensor, "N K"]) -> _Fit:
-    """Fit codes of 0 to 15 whose least is 0: the finest grid whose numbers all weights nearly are, or the finest of all."""
+    """Fit codes of 0 to 15, the least of which is 0. Use the finest grid that holds all weights, else the finest of all."""
     least_N, most_N = weight_NK.aminmax(dim=1)
     span_N = (most_N - least_N).clamp_min(_LEAST)
     place_NK = (weight_NK - least_N[:, None]) / span_N[:, None]
@@ -154,7 +154,7 @@ def _on_grid_of_16(weight_NK: Float[Tensor, "N K"]) -> _Fit:
 
 
 def _on_grid_of_64(weight_NK: Float[Tensor, "N K"]) -> _Fit:
-    """Fit codes of -32 to 31 on a grid through 0, the largest weight's below 0: steps may be negative, as they are in Q6_K."""
+    """Fit codes of -32 to 31 on a grid through 0. The largest weight gets a negative code: steps may be negative, as in Q6_K."""
     sizes_NK = weight_NK.abs()
     largest_N1, at_N1 = sizes_NK.max(1, keepdim=True)
     signed_N1 = weight_NK.gather(1, at_N1)
@@ -167,7 +167,7 @@ def _on_grid_of_64(weight_NK: Float[Tensor, "N K"]) -> _Fit:
 
 
 def _first_that_fits(place_NK: Float[Tensor, "N K"], allowed_NK: Float[Tensor, "N K"], sizes: range) -> Float[Tensor, "N K"]:
-    """Return places times the first of the sizes that makes them whole, within what is allowed, else times the first of all."""
+    """Return rounded multiples of the places, by the first size that makes all integers within tolerance, else by `sizes[0]`."""
     codes_NK = (place_NK * sizes[0]).round()
     left: Tensor = _is_off(place_NK, allowed_NK, sizes[0]).nonzero()[:, 0]
     for size in sizes[1:]:

@@ -1,8 +1,8 @@
-// What Python calls. Pointers belong to the caller, who keeps what they point at.
+// The functions that Python calls. The caller owns all memory that pointers refer to.
 #include <algorithm>
 
+#include "distributions.h"
 #include "growth.h"
-#include "laws.h"
 #include "mixture.h"
 #include "noise.h"
 #include "pass.h"
@@ -14,22 +14,32 @@ using namespace latebranch;
 
 namespace {
 
-// Threads for rows that are a task each: nobody is woken who would find none.
+// Threads for rows that are one task each: no more threads than rows.
 int threads_for(int64_t num_rows, int num_threads) { return (int)std::min<int64_t>(num_rows, num_threads); }
 
 }  // namespace
 
 extern "C" {
 
-// Sizes of what Python lays out, so that it can see whether it was compiled from another version of it.
+// Sizes of the structures that Python mirrors. With them Python detects a library compiled from another version.
 void latebranch_sizes(int64_t* sizes) {
-  sizes[0] = sizeof(Linear), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Decoder), sizes[3] = sizeof(Pass);
-  sizes[4] = sizeof(RankedRow), sizes[5] = sizeof(Told), sizes[6] = sizeof(Walked), sizes[7] = sizeof(Features), sizes[8] = sizeof(FedRow);
-  sizes[9] = sizeof(Fed), sizes[10] = kScores, sizes[11] = kShares, sizes[12] = kLayout;
+  sizes[0] = sizeof(Linear);
+  sizes[1] = sizeof(Layer);
+  sizes[2] = sizeof(Decoder);
+  sizes[3] = sizeof(Pass);
+  sizes[4] = sizeof(RankedRow);
+  sizes[5] = sizeof(Predictions);
+  sizes[6] = sizeof(Walked);
+  sizes[7] = sizeof(Features);
+  sizes[8] = sizeof(FedRow);
+  sizes[9] = sizeof(Fed);
+  sizes[10] = kScores;
+  sizes[11] = kShares;
+  sizes[12] = kLayout;
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
-  LentScratch scratch;
+  ScratchLease scratch;
   Run run(*decoder, *pass, *scratch, num_threads);
   Pool::shared().run(num_threads, [&](Worker& worker) { run.work(worker); });
   run.finish();
@@ -37,32 +47,38 @@ void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads
 
 // y [T, out] = layer(x [T, in])
 void latebranch_linear(const Linear* linear, const float* x, int64_t num_rows, float* y, int num_threads) {
-  LentScratch scratch;
+  ScratchLease scratch;
   Inputs& inputs = (*scratch).inputs;
-  inputs.begin(num_rows), inputs.reserve(*linear);
+  inputs.begin(num_rows);
+  inputs.reserve(*linear);
   Pool::shared().run(num_threads, [&](Worker& worker) {
     worker.each(num_rows, [&](int64_t t) { inputs.set(t, x + t * linear->in, *linear); });
     all_outputs(worker, *linear, inputs, num_rows, y, false);
   });
 }
 
-// Keep states side by side, each [T, width], in T slots.
-void latebranch_keep(const Features* features, const float* const* states, int64_t width, const int64_t* slots, int64_t num_rows) {
-  std::vector<float> room(width);
+// Store T tokens' states, each [T, width], in T slots.
+void latebranch_keep(const Features* features, const float* const* states, int64_t width, const int64_t* slots,
+                     int64_t num_rows) {
+  std::vector<float> buffer(width);
   for (int64_t t = 0; t < num_rows; t++)
-    for (int64_t i = 0; i < features->num_states; i++) features->keep(i, slots[t], states[i] + t * width, width, room.data());
+    for (int64_t i = 0; i < features->num_states; i++)
+      features->keep(i, slots[t], states[i] + t * width, width, buffer.data());
 }
 
-// out [T, linear.out] = the features of what is kept in T slots
+// out [T, linear.out] = the features of the states in T slots
 void latebranch_fuse(const Features* features, const int64_t* slots, int64_t num_rows, float* out, int num_threads) {
-  LentScratch lent;
+  ScratchLease lent;
   Scratch& scratch = *lent;
-  scratch.inputs.begin(num_rows), scratch.inputs.reserve(features->linear), scratch.lend_rooms(num_threads, features->linear.in);
+  scratch.inputs.begin(num_rows);
+  scratch.inputs.reserve(features->linear);
+  scratch.reserve_threads(num_threads, features->linear.in);
   Pool::shared().run(num_threads, [&](Worker& worker) { fuse(worker, scratch, *features, slots, num_rows, out); });
 }
 
-// out [K, count]: Gumbel noise of the first draws of each key, or of those `ids` names
-void latebranch_gumbels(const uint64_t* keys, int64_t num_keys, const int64_t* ids, int64_t count, double* out, int num_threads) {
+// out [K, count] = Gumbel noise of the first draws of each key, or of the draws `ids`
+void latebranch_gumbels(const uint64_t* keys, int64_t num_keys, const int64_t* ids, int64_t count, double* out,
+                        int num_threads) {
   constexpr int64_t kTogether = 4096;
   const int64_t parts = (count + kTogether - 1) / kTogether;
   Pool::shared().run(num_threads, [&](Worker& worker) {
@@ -74,41 +90,46 @@ void latebranch_gumbels(const uint64_t* keys, int64_t num_keys, const int64_t* i
 }
 
 // The largest of each row of logits [N, V] and its token.
-void latebranch_likeliest(const float* logits, int64_t num_rows, int64_t vocab_size, float* values, int64_t* tokens, int num_threads) {
+void latebranch_likeliest(const float* logits, int64_t num_rows, int64_t vocab_size, float* values, int64_t* tokens,
+                          int num_threads) {
   Pool::shared().run(threads_for(num_rows, num_threads), [&](Worker& worker) {
     worker.each(num_rows, [&](int64_t n) { likeliest(logits + n * vocab_size, vocab_size, values + n, tokens + n); });
   });
 }
 
-// laws [count, V] = softmax(logits x inverse temperature) of each of `rows` of logits [N, V]
-void latebranch_laws(const float* logits, int64_t vocab_size, const int64_t* rows, const float* inverse_temperatures, int64_t count, float* laws,
-                     int num_threads) {
+// probs [count, V] = softmax(logits x inverse temperature) of each of `rows` of logits [N, V]
+void latebranch_probs(const float* logits, int64_t vocab_size, const int64_t* rows, const float* inverse_temperatures,
+                      int64_t count, float* probs, int num_threads) {
   Pool::shared().run(threads_for(count, num_threads), [&](Worker& worker) {
-    worker.each(count, [&](int64_t i) { law(logits + rows[i] * vocab_size, vocab_size, inverse_temperatures[i], laws + i * vocab_size); });
+    worker.each(count, [&](int64_t i) {
+      softmax(logits + rows[i] * vocab_size, vocab_size, inverse_temperatures[i], probs + i * vocab_size);
+    });
   });
 }
 
-// Of each of `rows` of laws [N, V], the token of largest log p + noise, and that number.
-void latebranch_choose(const float* laws, int64_t vocab_size, const int64_t* rows, const uint64_t* keys, int64_t count, double* scores,
-                       int64_t* chosen, int num_threads) {
+// Of each of `rows` of probs [N, V], the token of largest log p + noise, and that number.
+void latebranch_choose(const float* probs, int64_t vocab_size, const int64_t* rows, const uint64_t* keys, int64_t count,
+                       double* scores, int64_t* chosen, int num_threads) {
   Pool::shared().run(threads_for(count, num_threads), [&](Worker& worker) {
-    worker.each(count, [&](int64_t i) { choose(laws + rows[i] * vocab_size, vocab_size, keys[i], scores + i, chosen + i); });
+    worker.each(count,
+                [&](int64_t i) { choose(probs + rows[i] * vocab_size, vocab_size, keys[i], scores + i, chosen + i); });
   });
 }
 
-// Walks down trees (walk.h): of tree b, nodes [firsts[b], firsts[b + 1]), the path's own numbers go where its nodes are, and its
-// length to lengths[b].
+// Walk down trees (walk.h). Tree b has the nodes [firsts[b], firsts[b + 1]). Its path is written to the same range, and
+// the path's length to lengths[b].
 void latebranch_walk(const float* logits, int64_t vocab_size, const Walked* trees, int64_t num_trees, int num_threads) {
   Pool::shared().run(threads_for(num_trees, num_threads), [&](Worker& worker) {
     worker.each(num_trees, [&](int64_t b) { walk(logits, vocab_size, *trees, b); });
   });
 }
 
-// Of each row of logits [P, M] the best tokens and how many they are [P, most + 1], their noise [P, most], their odds and the
-// collision [P, most + 1]. `keys` null: without noise.
-void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns, const float* inverse_temperatures, const float* sharpness,
-                     const uint64_t* keys, const int64_t* tokens, int64_t most, int64_t* best, double* noise, float* odds, int num_threads) {
-  constexpr int64_t kAlone = 1 << 14;  // logits that take less time than another thread takes to wake
+// For each row of logits [P, M]: the best tokens, followed by their number [P, most + 1]; their noise [P, most]; their
+// probabilities, followed by the collision [P, most + 1]. `keys` null: without noise.
+void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns, const float* inverse_temperatures,
+                     const float* sharpness, const uint64_t* keys, const int64_t* tokens, int64_t most, int64_t* best,
+                     double* noise, float* odds, int num_threads) {
+  constexpr int64_t kAlone = 1 << 14;  // with fewer logits waking another thread costs more than it saves
   Pool::shared().run(num_rows == 1 || num_rows * num_columns <= kAlone ? 1 : num_threads, [&](Worker& worker) {
     worker.each(num_rows, [&](int64_t p) {
       int64_t* row = best + p * (most + 1);
@@ -116,50 +137,61 @@ void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns,
       thread_local std::vector<double> scores;
       grow(scores, most);
       const Ranked out{row, scores.data(), noise + p * most, shares, shares + most, row + most};
-      rank(logits + p * num_columns, num_columns, inverse_temperatures[p], keys, sharpness[p], keys ? keys[p] : 0, tokens, most, out);
+      rank({logits + p * num_columns, num_columns, inverse_temperatures[p], tokens, keys != nullptr, sharpness[p],
+            keys ? keys[p] : 0},
+           most, out);
     });
   });
 }
 
-// Logits [P, num_columns] of what a model says, of what cached text foretells, and of mixtures (mixture.h). `rows` [P]: which of
-// `model` [_, num_known] is a proposal's, or -1; `firsts` [P + 1]: where its foretold tokens begin.
-void latebranch_mix(const float* model, int64_t num_known, const int64_t* rows, int64_t num_rows, const int64_t* firsts, const int64_t* columns,
-                    const float* odds, const float* chances, int64_t num_columns, float* logits, uint8_t* is_rather_cached) {
+// logits [P, num_columns] = mixtures of a model's logits and cached text (mixture.h). `rows` [P]: a proposal's row of
+// `model` [_, num_known], or -1. `firsts` [P + 1]: each proposal's first cached token.
+void latebranch_mix(const float* model, int64_t num_known, const int64_t* rows, int64_t num_rows, const int64_t* firsts,
+                    const int64_t* columns, const float* odds, const float* chances, int64_t num_columns, float* logits,
+                    uint8_t* is_rather_cached) {
   for (int64_t p = 0; p < num_rows; p++) {
     const int64_t first = firsts[p];
     const Cached cached{columns + first, odds + first, firsts[p + 1] - first, chances[p]};
-    mixed(rows[p] < 0 ? nullptr : model + rows[p] * num_known, num_known, num_columns, cached, logits + p * num_columns, is_rather_cached + first);
+    mixed(rows[p] < 0 ? nullptr : model + rows[p] * num_known, num_known, num_columns, cached, logits + p * num_columns,
+          is_rather_cached + first);
   }
 }
 
-// Trees of rows that rank (growth.h): begin, rounds until nothing is asked, the trees, the end. `asks` [4, most] are the nodes of the
-// next round: their trees, numbers, parents and tokens; what returns is how many they are.
-Growing* latebranch_grow(const Decoder* head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows, const FedRow* fed, int64_t num_fed,
-                         int64_t before_all) {
+// Trees of ranked rows (growth.h): begin, rounds until the frontier is empty, the trees, the end. `entries` [4, most]
+// are the nodes of the next frontier: trees, numbers, parents and tokens. A round returns their number.
+Growing* latebranch_grow(const Decoder* head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows,
+                         const FedRow* fed, int64_t num_fed, int64_t before_all) {
   return new Growing(*head, tokens, rows, num_rows, fed, num_fed, before_all);
 }
 
-int64_t latebranch_grow_round(Growing* growing, const Told* told, const Pass* pass, int64_t* asks, int64_t most, Fed* fed, int num_threads) {
-  *fed = growing->round(*told, *pass, num_threads);
+int64_t latebranch_grow_round(Growing* growing, const Predictions* predicted, const Pass* pass, int64_t* entries,
+                              int64_t most, Fed* fed, int num_threads) {
+  *fed = growing->round(*predicted, *pass, num_threads);
   int64_t i = 0;
-  for (const Ask& ask : growing->asks()) {
-    const auto& node = growing->trees()[ask.tree].nodes()[ask.node];
-    asks[i] = ask.tree, asks[most + i] = ask.node, asks[2 * most + i] = node.parent, asks[3 * most + i] = node.token;
+  for (const FrontierEntry& entry : growing->frontier()) {
+    const auto& node = growing->trees()[entry.tree].nodes()[entry.node];
+    entries[i] = entry.tree;
+    entries[most + i] = entry.node;
+    entries[2 * most + i] = node.parent;
+    entries[3 * most + i] = node.token;
     i++;
   }
   return i;
 }
 
-// `counts` [trees] nodes of each tree; of all nodes, tree after tree, [5, most]: parents, tokens, places of what they were offered
-// (-1: nothing), whether they keep their slots, and, of each tree but for the last place, its nodes behind the root by age; and
-// [2, most] the nodes' chances to be accepted, and those given their parents, uncorrected. Of each place what was offered: tokens and how
-// many they are [kScores + 1], odds and noise [kScores].
-void latebranch_grown(const Growing* growing, int64_t* counts, int64_t* nodes, double* chances, int64_t most, int64_t* tokens, float* odds,
-                      double* noise) {
+// Write the trees. `counts` [trees]: nodes of each tree. `nodes` [5, most], tree after tree: parents, tokens, places of
+// offers (-1: none), whether a node keeps its slot, and the nodes by age (without the root; a tree's last entry is
+// unused). `chances` [2, most]: acceptance probabilities, and uncorrected ones given the parent. For each place of an
+// offer: `tokens` followed by their number [kScores + 1], `odds` and `noise` [kScores].
+void latebranch_grown(const Growing* growing, int64_t* counts, int64_t* nodes, double* chances, int64_t most,
+                      int64_t* tokens, float* odds, double* noise) {
   int64_t first = 0;
   for (const RankedTree& tree : growing->trees()) {
     int64_t* of = nodes + first;
-    first += *counts++ = tree.finish(of, of + most, of + 2 * most, of + 3 * most, of + 4 * most, chances + (of - nodes), chances + most + (of - nodes));
+    const int64_t count = tree.finish(of, of + most, of + 2 * most, of + 3 * most, of + 4 * most,
+                                      chances + (of - nodes), chances + most + (of - nodes));
+    *counts++ = count;
+    first += count;
   }
   std::copy(growing->offered_tokens().begin(), growing->offered_tokens().end(), tokens);
   std::copy(growing->offered_odds().begin(), growing->offered_odds().end(), odds);

@@ -1,6 +1,6 @@
-"""A transformers decoder run by the library: its parts found by name, its passes compared with the model's own when it is loaded.
+"""A transformers decoder, run by the library. Its parts are found by name.
 
-A model whose parts are not the known ones is refused by name; whoever asked may run it as transformers does.
+A model with unknown parts is refused by name; the caller may let transformers run it.
 Shape key: T packed tokens, N rows of logits, V vocabulary, D width, P positions, K head size.
 """
 
@@ -20,7 +20,7 @@ from engine.native.passes import Features, Output, Runner, Tables
 from engine.utils.rotary_table import RotaryTable
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Gemma3DecoderLayer")
-_NORMS = {  # what is added to the weight
+_NORMS = {  # added to the weight
     "LlamaRMSNorm": 0.0,
     "MistralRMSNorm": 0.0,
     "Qwen2RMSNorm": 0.0,
@@ -28,7 +28,7 @@ _NORMS = {  # what is added to the weight
     "Gemma3RMSNorm": 1.0,
 }
 _ACTIVATIONS = {"SiLU": library.SILU, "SiLUActivation": library.SILU, "GELUTanh": library.GELU_TANH}
-_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # of positions alone, whatever the longest text is
+_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # that depend on the position alone, not on the longest sequence
 _PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 
 
@@ -39,18 +39,18 @@ class UnknownDecoder(ValueError):
 @dataclass(frozen=True, eq=False)
 class _Watcher:
     indices: frozenset[int]
-    tell: Callable[[Output], None]
+    report: Callable[[Output], None]
 
 
 class NativeDecoder:
-    """Runs passes of a model whose linear layers are the library's, and that `refuse_by_structure` lets pass.
+    """Runs passes of a model whose linear layers are the library's, and that `refuse_by_structure` accepts.
 
-    Stateless between passes, but for who watches them.
+    Between passes it keeps no state but its watchers.
     """
 
     def __init__(self, module: Any, precision: str) -> None:
         config, inner = module.config.get_text_config(), module.model
-        self._module = module  # keeps what the structures point at, with `_tensors`
+        self._module = module  # with `_tensors`, owns what the structures point at
         self._kinds = _rotation_kinds(config, inner)
         self._rotations = [_rotations(inner.rotary_emb, kind) for kind in self._kinds]
         self._tensors: list[Tensor] = []
@@ -83,20 +83,17 @@ class NativeDecoder:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """What keys and values are kept in."""
+        """The format of cached keys and values."""
         return self._runner.cache_dtype
 
-    def watch(self, indices: Iterable[int], tell: Callable[[Output], None]) -> Callable[[], None]:
-        """Tell of later passes' states: i < depth are those after layer i, depth those after the last norm.
-
-        Return what ends it.
-        """
-        watcher = _Watcher(frozenset(indices), tell)
+    def watch(self, indices: Iterable[int], report: Callable[[Output], None]) -> Callable[[], None]:
+        """Call `report` after each later pass, with the states of `indices` (Output.after). Return a function that ends this."""
+        watcher = _Watcher(frozenset(indices), report)
         self._watchers.append(watcher)
         return lambda: self._watchers.remove(watcher)
 
     def keep_features(self, cache: KVCache, features: Features) -> None:
-        """Keep what these features are made of, of all tokens of later passes that write to a cache, in the tokens' slots."""
+        """Store the inputs of these features in later passes over a cache: those of each token, in the token's slot."""
         assert cache not in self._features, "a second head for one cache"
         self._features[cache] = features
 
@@ -106,12 +103,12 @@ class NativeDecoder:
         rotations, features = [one.below(batch.end) for one in self._rotations], self._features.get(cache)
         output = self._runner.run(batch, cache, rotations, logit_rows_N, wanted, features=features)
         for watcher in self._watchers:
-            watcher.tell(output)
+            watcher.report(output)
         self._latest = ref(output.logits_NM), output.likeliest
         return output.logits_NM
 
     def likeliest(self, logits_NV: Float[Tensor, "N V"]) -> list[tuple[float, int]] | None:
-        """Return what the latest pass saw of its logits, if these are they: as `laws.likeliest` does."""
+        """Return what `distributions.likeliest` returns, if these are the latest pass's logits; else None."""
         if self._latest is None or self._latest[0]() is not logits_NV:
             return None
         return self._latest[1]
@@ -143,7 +140,7 @@ class NativeDecoder:
 
 
 def _rotations(embedding: Any, kind: str | None) -> RotaryTable[Tables]:
-    """Return the cosines and sines of a kind of layer, from the model's own embedding."""
+    """Return the cosines and sines of a kind of layer, by the model's own embedding."""
     options = {} if kind is None else {"layer_type": kind}
 
     def make(positions_P: Int[Tensor, " P"]) -> Tables:
@@ -154,19 +151,19 @@ def _rotations(embedding: Any, kind: str | None) -> RotaryTable[Tables]:
 
 
 def refuse_by_structure(module: Any) -> None:
-    """Raise UnknownDecoder for a model with parts that the library does not know; its linear layers may be any."""
+    """Raise UnknownDecoder for a model with parts that the library does not know; linear layers may be of any kind."""
     config, inner = module.config.get_text_config(), getattr(module, "model", None)
     layers = getattr(inner, "layers", None)
     if not layers or not hasattr(inner, "rotary_emb") or not hasattr(module, "lm_head"):
-        raise UnknownDecoder(f"{type(module).__name__} has not the parts of a decoder")
+        raise UnknownDecoder(f"{type(module).__name__} lacks the parts of a decoder")
     for layer in layers:
         norms = [part for name, part in layer.named_modules() if name.endswith("norm")]
         unknown = {type(part).__name__ for part in norms} - set(_NORMS) | {type(layer).__name__} - set(_LAYERS)
         unknown |= {type(layer.mlp.act_fn).__name__} - set(_ACTIVATIONS) if not unknown else set()
         if unknown:
-            raise UnknownDecoder(f"{', '.join(sorted(unknown))} is not a part that is known")
+            raise UnknownDecoder(f"{', '.join(sorted(unknown))} is not a known part")
         if layer.self_attn.head_dim % 2:
-            raise UnknownDecoder(f"heads of {layer.self_attn.head_dim} numbers have no halves")
+            raise UnknownDecoder(f"the head size {layer.self_attn.head_dim} is odd")
     kinds = set(_values(getattr(config, "rope_parameters", None) or {}, "rope_type"))
     if kinds - _ROTATIONS:
         raise UnknownDecoder(f"rotary embeddings of type {', '.join(sorted(kinds - _ROTATIONS))} are not known")
@@ -181,7 +178,7 @@ def _values(settings: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _rotation_kinds(config: Any, inner: Any) -> list[str | None]:
-    """Return the kinds of layers that rotate by frequencies of their own; [None] if all rotate alike."""
+    """Return the kinds of layers that have their own rotary frequencies; [None] if all layers share them."""
     return sorted(set(config.layer_types)) if hasattr(inner.rotary_emb, "layer_types") else [None]
 
 

@@ -1,4 +1,4 @@
-"""Rows of logits by the library: the likeliest tokens, and the laws that temperatures make of them.
+"""Rows of logits, computed by the library: the likeliest tokens, and the distributions at given temperatures.
 
 Shape key: N rows, V vocabulary, R chosen rows.
 """
@@ -14,7 +14,7 @@ from engine.native import library
 
 
 def can_read(logits_NV: Tensor) -> bool:
-    """Return whether the library runs where these logits are, and in their format."""
+    """Return whether the library runs on the device of these logits, in their format."""
     return logits_NV.device.type == "cpu" and logits_NV.dtype == torch.float32 and library.is_available()
 
 
@@ -34,7 +34,7 @@ def probs(logits_NV: Float[Tensor, "N V"], rows: Sequence[int], temperatures: Se
     logits_NV, rows_R = logits_NV.contiguous(), np.array(rows, dtype=np.int64)
     inverse_R = 1.0 / np.array(temperatures, dtype=np.float32)
     probs_RV = torch.empty(len(rows), logits_NV.shape[1])
-    library.library().latebranch_laws(
+    library.library().latebranch_probs(
         *(logits_NV.data_ptr(), logits_NV.shape[1], library.address(rows_R), library.address(inverse_R), len(rows)),
         *(probs_RV.data_ptr(), library.num_threads()),
     )

@@ -1,4 +1,4 @@
-"""Trees of rows that rank, grown by the library for a draft head that it runs: a call a round.
+"""Trees of ranked rows, grown by the library for a draft head that it runs, with one call a round.
 
 Shape key: M tokens that the head knows.
 """
@@ -21,12 +21,12 @@ from engine.utils.host_transfer import as_longs
 
 @dataclass(frozen=True, slots=True)
 class RankedRow:
-    """A row whose tree is to grow: where it lies, how large the tree may become, what ranks its nodes and what they cost.
+    """A row whose tree is to grow: its slots, the limits of the tree, the parameters that rank its nodes, and costs.
 
-    `slots` are by position, up to the last that a node may have. `least_chances` are those that its likeliest node must have, the
-    next one and so on, [max_nodes], none below the one before it. `scale` and `sharpness` are those of
-    AgreementWeights, `shares` are the Reliability's. `offered` and `continued` are a prior: of so many offers so many
-    have a token that is accepted, given that their node is.
+    `slots` are by position, up to the last that a node may have. `least_chances` are the acceptance thresholds of the likeliest
+    node, of the next one and so on, [max_nodes], ascending. `scale` and `sharpness` are those of AgreementWeights, `shares` those
+    of Reliability. `offered` and `continued` are a prior: the number of offers, and how many of them have an accepted token,
+    given that their node is accepted.
     """
 
     root_position: int
@@ -47,9 +47,9 @@ class RankedRow:
 
 
 class FedRow(NamedTuple):
-    """Committed tokens that the head is fed in the first round, from a position on.
+    """Committed tokens that the first round feeds to the head, from a position on.
 
-    `slots` are by position, up to the last of them. `tree` is whose root the last is, if it is one.
+    `slots` are by position, up to the last token's. `tree` is the tree whose root is the last token, if any.
     """
 
     token_ids: Sequence[int]
@@ -58,8 +58,8 @@ class FedRow(NamedTuple):
     tree: int | None
 
 
-class Ask(NamedTuple):
-    """A node that the next round asks about, and its token; the root's is not told."""
+class FrontierEntry(NamedTuple):
+    """A node for which the next round needs a distribution, and its token; the root's token is -1."""
 
     tree: int
     node: int
@@ -68,7 +68,7 @@ class Ask(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """The best tokens of a node's law, best first, with their odds and their noise (0 for a row that has none)."""
+    """The best tokens after a node, best first, with their probabilities and noise (0 for a row without noise)."""
 
     token_ids: tuple[int, ...]
     odds: tuple[float, ...]
@@ -77,14 +77,14 @@ class Offered(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Offers:
-    """What nodes were offered, by place: tokens and behind them how many they are, odds and noise."""
+    """Offers by place: tokens followed by their number, probabilities, and noise."""
 
     tokens: library.Numbers
     odds: library.Numbers
     noise: library.Numbers
 
     def at(self, place: int) -> Offered:
-        """Return one."""
+        """Return the offer of a place."""
         first, begin = place * (library.NUM_SCORES + 1), place * library.NUM_SCORES
         count = self.tokens[first + library.NUM_SCORES]
         of_tokens = slice(begin, begin + count)
@@ -93,10 +93,10 @@ class Offers:
 
 @dataclass(frozen=True, slots=True)
 class GrownTree:
-    """A tree as it has grown; node 0 is the root. `by_age` are the others in the order in which they were offered.
+    """A grown tree; node 0 is the root. `by_age` has the other nodes in the order in which they were offered.
 
-    `offers` are the places of what nodes were offered, -1 where that was nothing; who `keeps_slot` was fed under its number.
-    `chances` are those to be accepted; those `given_parent`, that it is if its parent is, are uncorrected.
+    `offers` are the places of the nodes' offers, -1 for a node without one. `keeps_slot`: the node was fed under its final
+    number. `chances` are acceptance probabilities. Those `given_parent` are conditional on the parent, and uncorrected.
     """
 
     parents: tuple[int, ...]
@@ -109,9 +109,9 @@ class GrownTree:
 
 
 class Growing:
-    """The trees of a step, a context: `round` until nothing is asked, then `finish`.
+    """The trees of a step, a context manager: call `round` until the frontier is empty, then `finish`.
 
-    `where` says where everything lies (Runner.places); it `keeps` what it points at. A token at position 0 reads slot
+    `addresses` are those of Runner.shared_addresses; `keeps` owns what they point at. A token at position 0 reads slot
     `before_all`. Each tree's root is the last token of one of the `fed` rows.
     """
 
@@ -122,12 +122,12 @@ class Growing:
         rows: Sequence[RankedRow],
         fed: Sequence[FedRow],
         before_all: int,
-        where: library.Pass,
+        addresses: library.Pass,
         keeps: object,
     ) -> None:
         assert sorted(row.tree for row in fed if row.tree is not None) == [*range(len(rows))]
         assert all(len(row.slots) > row.root_position + row.max_nodes for row in rows), "a node has no slot"
-        self._rows, self._pass = rows, where
+        self._rows, self._pass = rows, addresses
         slots = [as_longs(row.slots) for row in rows]
         shares = [array("d", chain.from_iterable(row.shares)) for row in rows]
         least_chances = [array("d", row.least_chances) for row in rows]
@@ -151,35 +151,38 @@ class Growing:
             )
         )
         self._kept = (head, vocab_M, slots, shares, least_chances, fed_ids, fed_slots, keeps)
-        self._most_asks = sum(max(1, min(row.branches, row.max_nodes)) for row in rows)
+        self._max_frontier = sum(max(1, min(row.branches, row.max_nodes)) for row in rows)
         self._handle = self._library.latebranch_grow(
             ctypes.byref(head), vocab_M.data_ptr(), structures, len(rows), fed_structures, len(fed), before_all
         )
         self._num_offers = 0
-        self.frontier = [Ask(tree, 0, -1, -1) for tree in range(len(rows))]
+        self.frontier = [FrontierEntry(tree, 0, -1, -1) for tree in range(len(rows))]
 
     def __enter__(self) -> "Growing":
         """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the library forget it."""
+        """Free the library's trees."""
         self._library.latebranch_end_growth(self._handle)
 
-    def round(self, told: Sequence[Predicted], is_sure: Sequence[bool], unknown: Sequence[int]) -> tuple[list[list[bool]], Fed]:
-        """Answer the nodes of `frontier`, which become those of the next round; return how that went.
+    def round(
+        self, predicted: Sequence[Predicted], is_sure: Sequence[bool], unknown: Sequence[int]
+    ) -> tuple[list[list[bool]], Fed]:
+        """Rank tokens after the frontier's nodes, and replace the frontier by that of the next round.
 
-        What cached text foretells there is `told`; columns from M on are of `unknown` tokens. Where it `is_sure` the head is not
-        asked. Of each foretold token is returned whether more of its chance is the cache's, and what was fed.
+        `predicted` is cached text's prediction at each node; columns from M on are of `unknown` tokens. The head does not run on
+        a node whose prediction `is_sure`. Return, for each predicted token, whether most of its probability comes from cached
+        text; and what the head was fed.
         """
-        assert len(told) == len(is_sure) == len(self.frontier)
-        firsts, columns, odds = flattened(told)
+        assert len(predicted) == len(is_sure) == len(self.frontier)
+        firsts, columns, odds = flattened(predicted)
         places = array("q", [*firsts, *columns, *unknown])
         flags = array("B", [*is_sure, *bytes(firsts[-1])])
         begin, share, flag = library.address_of(places), library.address_of(odds), library.address_of(flags)
-        most = self._most_asks
-        asks, fed = library.room("q", 4 * most), Fed()
-        structure = library.Told(
+        most = self._max_frontier
+        entries, fed = library.empty_array("q", 4 * most), Fed()
+        structure = library.Predictions(
             firsts=begin,
             columns=begin + 8 * len(firsts),
             odds=share,
@@ -187,27 +190,27 @@ class Growing:
             is_sure=flag,
             unknown=begin + 8 * (len(firsts) + firsts[-1]),
             num_unknown=len(unknown),
-            is_rather_cached=flag + len(told),
+            is_rather_cached=flag + len(predicted),
         )
         count = self._library.latebranch_grow_round(
             self._handle,
             ctypes.byref(structure),
             ctypes.byref(self._pass),
-            *(library.address_of(asks), most, ctypes.byref(fed), library.num_threads()),
+            *(library.address_of(entries), most, ctypes.byref(fed), library.num_threads()),
         )
-        self._num_offers += len(told)
-        self.frontier = [
-            Ask(*one) for one in zip(*(asks[first : first + count] for first in range(0, 4 * most, most)), strict=True)
-        ]
-        is_rather_cached = [*map(bool, flags[len(told) :])]
+        self._num_offers += len(predicted)
+        columns_of = (entries[first : first + count] for first in range(0, 4 * most, most))
+        self.frontier = [FrontierEntry(*entry) for entry in zip(*columns_of, strict=True)]
+        is_rather_cached = [*map(bool, flags[len(predicted) :])]
         return [is_rather_cached[first:end] for first, end in pairwise(firsts)], fed
 
     def finish(self) -> tuple[list[GrownTree], Offers]:
-        """Return the trees, and what their nodes were offered."""
+        """Return the trees, and the offers of their nodes."""
         most = sum(1 + row.max_nodes for row in self._rows)
-        counts, nodes, chances = library.room("q", len(self._rows)), library.room("q", 5 * most), library.room("d", 2 * most)
-        tokens = library.room("q", self._num_offers * (library.NUM_SCORES + 1))
-        odds, noise = (library.room(kind, self._num_offers * library.NUM_SCORES) for kind in "fd")
+        counts, nodes = library.empty_array("q", len(self._rows)), library.empty_array("q", 5 * most)
+        chances = library.empty_array("d", 2 * most)
+        tokens = library.empty_array("q", self._num_offers * (library.NUM_SCORES + 1))
+        odds, noise = (library.empty_array(kind, self._num_offers * library.NUM_SCORES) for kind in "fd")
         self._library.latebranch_grown(
             *(self._handle, library.address_of(counts), library.address_of(nodes), library.address_of(chances), most),
             *map(library.address_of, (tokens, odds, noise)),
@@ -217,13 +220,13 @@ class Growing:
             parents, token_ids, offers, keeps_slot, by_age = (
                 tuple(nodes[start + first : start + end]) for start in range(0, 5 * most, most)
             )
-            worth = (tuple(chances[start + first : start + end]) for start in (0, most))
-            trees.append(GrownTree(parents, token_ids, offers, keeps_slot, by_age[:-1], *worth))
+            of_tree, given_parent = (tuple(chances[start + first : start + end]) for start in (0, most))
+            trees.append(GrownTree(parents, token_ids, offers, keeps_slot, by_age[:-1], of_tree, given_parent))
         return trees, Offers(tokens, odds, noise)
 
 
 def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> library.RankedRow:
-    """Return a row for the library; its slots, shares and least chances lie at those addresses."""
+    """Return a row for the library; `slots`, `shares` and `least_chances` are addresses."""
     return library.RankedRow(
         root_position=row.root_position,
         slots=slots,

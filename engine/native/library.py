@@ -1,4 +1,4 @@
-"""The compiled part: finds it, and declares what it takes. Structures mirror those of linear.h, pass.h, growth.h and walk.h."""
+"""Finds the compiled library and declares its functions. Structures mirror those of linear.h, pass.h, growth.h and walk.h."""
 
 import ctypes
 import hashlib
@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 
 SILU, GELU_TANH = 0, 1  # activations
-NUM_SCORES = 64  # best tokens of a node whose chances are compared: the rest weighs nothing (ranked_tree.h)
-LAYOUT = 3  # of what a row whose tree is to grow means, where no size tells it (ranked_tree.h)
-NUM_SHARES = 9  # of chances: the edges between them are engine.draft.trees.calibration's (kShareEdges)
+NUM_SCORES = 64  # best tokens of a node whose probabilities are compared: the others weigh nothing (ranked_tree.h)
+LAYOUT = 4  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
+NUM_SHARES = 9  # intervals of probabilities: their edges are engine.draft.trees.calibration's (kShareEdges)
 
 
 if TYPE_CHECKING:
     Numbers: TypeAlias = "array[Any]"
 else:
-    Numbers = array  # which names no type of its numbers at run time
+    Numbers = array  # cannot be subscripted at run time
 
 
 class Linear(Structure):
@@ -39,7 +39,7 @@ class Linear(Structure):
 
 
 class Layer(Structure):
-    """A decoder layer; norms that it has not are null."""
+    """A decoder layer; norms that it lacks are null."""
 
     _fields_ = (
         *((name, Linear) for name in ("query", "key", "value", "output", "gate", "up", "down")),
@@ -66,7 +66,7 @@ class Decoder(Structure):
 
 
 class Features(Structure):
-    """What a draft head reads of a model's tokens, and where it is kept."""
+    """A draft head's features of a model's tokens, and where their inputs are stored."""
 
     _fields_ = (
         ("linear", Linear),
@@ -78,7 +78,7 @@ class Features(Structure):
 
 
 class Pass(Structure):
-    """Packed tokens, segment after segment, and where everything of theirs lies."""
+    """Packed tokens, segment after segment, and the addresses of all their arrays."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "num_rows")),
@@ -87,7 +87,7 @@ class Pass(Structure):
         *((name, c_void_p) for name in ("first_token", "first_key", "first_tail", "first_seen")),
         *((name, c_void_p) for name in ("key_slots", "tail_positions", "seen")),
         *((name, POINTER(c_void_p)) for name in ("keys", "values")),
-        ("apart", c_int64),
+        ("head_stride", c_int64),
         *((name, POINTER(c_void_p)) for name in ("cosines", "sines")),
         *((name, c_void_p) for name in ("rows", "states", "logits", "largest", "likeliest")),
         ("kept", POINTER(c_void_p)),
@@ -113,7 +113,7 @@ class RankedRow(Structure):
 
 
 class FedRow(Structure):
-    """Committed tokens to be fed."""
+    """Committed tokens to feed to the head."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "first_position")),
@@ -123,13 +123,13 @@ class FedRow(Structure):
 
 
 class Fed(Structure):
-    """What a round fed the head, and about how many of these tokens it was asked."""
+    """The number of tokens that a round fed to the head, and of those among them that need a distribution."""
 
     _fields_ = (("num_tokens", c_int64), ("num_queried", c_int64))
 
 
-class Told(Structure):
-    """What cached text foretells at nodes."""
+class Predictions(Structure):
+    """Cached text's predictions at the frontier's nodes."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("firsts", "columns", "odds", "chances", "is_sure", "unknown")),
@@ -139,7 +139,7 @@ class Told(Structure):
 
 
 class Walked(Structure):
-    """Trees to be walked down, and where to."""
+    """Trees to walk down, and the results."""
 
     _fields_ = tuple(
         (name, c_void_p)
@@ -150,34 +150,55 @@ class Walked(Structure):
     )
 
 
-# Instruction sets that the library is compiled for, best first.
+# In the order in which the library reports their sizes.
+_MIRRORED: tuple[type[Structure], ...] = (*(Linear, Layer, Decoder, Pass, RankedRow, Predictions, Walked, Features, FedRow, Fed),)
+
+# Arguments and result of each function.
+_FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
+    "latebranch_decode": ([POINTER(Decoder), POINTER(Pass), c_int], None),
+    "latebranch_linear": ([POINTER(Linear), c_void_p, c_int64, c_void_p, c_int], None),
+    "latebranch_keep": ([POINTER(Features), POINTER(c_void_p), c_int64, c_void_p, c_int64], None),
+    "latebranch_fuse": ([POINTER(Features), c_void_p, c_int64, c_void_p, c_int], None),
+    "latebranch_gumbels": ([c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int], None),
+    "latebranch_likeliest": ([c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int], None),
+    "latebranch_probs": ([c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int], None),
+    "latebranch_choose": ([c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int], None),
+    "latebranch_walk": ([c_void_p, c_int64, POINTER(Walked), c_int64, c_int], None),
+    "latebranch_rank": ([c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3, c_int], None),
+    "latebranch_mix": ([c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p], None),
+    "latebranch_grow": ([POINTER(Decoder), c_void_p, POINTER(RankedRow), c_int64, POINTER(FedRow), c_int64, c_int64], c_void_p),
+    "latebranch_grow_round": ([c_void_p, POINTER(Predictions), POINTER(Pass), c_void_p, c_int64, POINTER(Fed), c_int], c_int64),
+    "latebranch_grown": ([*[c_void_p] * 4, c_int64, *[c_void_p] * 3], None),
+    "latebranch_end_growth": ([c_void_p], None),
+}
+
+# The instruction sets that the library is compiled for, best first.
 INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
     "AVX-512 VNNI": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported(),
     "AVX2": lambda: torch.cpu._is_avx2_supported(),
 }
-# Where each of them lies.
 MODULES = {"AVX-512 VNNI": "engine.native.kernels_avx512", "AVX2": "engine.native.kernels_avx2"}
 
 
 def is_available() -> bool:
-    """Return whether the library was compiled when the package was installed, for instructions that the processor has."""
+    """Return whether the installation compiled the library for an instruction set of this processor."""
     return instruction_set() is not None
 
 
 @cache
 def instruction_set() -> str | None:
-    """Return the best of INSTRUCTION_SETS that the processor has and the library was compiled for, or None."""
+    """Return the best instruction set that the processor has and the library was compiled for, or None."""
     return next((name for name in supported() if is_compiled(name)), None)
 
 
 def supported() -> list[str]:
-    """Return those of INSTRUCTION_SETS that the processor has, best first."""
+    """Return the instruction sets that the processor has, best first."""
     return [name for name, has in INSTRUCTION_SETS.items() if has()]
 
 
 @cache
 def is_compiled(instructions: str) -> bool:
-    """Return whether the library for these instructions lies beside this package."""
+    """Return whether the library for these instructions is part of this package."""
     return find_spec(MODULES[instructions]) is not None
 
 
@@ -188,7 +209,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def digest() -> str:
-    """Return what tells this library from another version; raise OSError if there is none."""
+    """Return a digest of this library's file; raise OSError if there is none."""
     return hashlib.sha256(_file_of(_best()).read_bytes()).hexdigest()
 
 
@@ -208,79 +229,51 @@ def _file_of(instructions: str) -> Path:
 
 @cache
 def compiled_for(instructions: str) -> ctypes.CDLL:
-    """Return the library for an instruction set; raise OSError if it is not there."""
+    """Return the library for an instruction set; raise OSError if it was not compiled, or from other sources."""
     file = _file_of(instructions)
     loaded = ctypes.CDLL(str(file))
-    mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, RankedRow, Told, Walked, Features, FedRow, Fed)
-    expected = [*map(ctypes.sizeof, mirrored), NUM_SCORES, NUM_SHARES, LAYOUT]
+    expected = [*map(ctypes.sizeof, _MIRRORED), NUM_SCORES, NUM_SHARES, LAYOUT]
     sizes = (c_int64 * len(expected))()
     loaded.latebranch_sizes(sizes)
     if list(sizes) != expected:
         raise OSError(f"{file} was compiled from another version: install the package again")
-    loaded.latebranch_decode.argtypes = [POINTER(Decoder), POINTER(Pass), c_int]
-    loaded.latebranch_decode.restype = None
-    loaded.latebranch_linear.argtypes = [POINTER(Linear), c_void_p, c_int64, c_void_p, c_int]
-    loaded.latebranch_linear.restype = None
-    loaded.latebranch_keep.argtypes = [POINTER(Features), POINTER(c_void_p), c_int64, c_void_p, c_int64]
-    loaded.latebranch_keep.restype = None
-    loaded.latebranch_fuse.argtypes = [POINTER(Features), c_void_p, c_int64, c_void_p, c_int]
-    loaded.latebranch_fuse.restype = None
-    loaded.latebranch_gumbels.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int]
-    loaded.latebranch_gumbels.restype = None
-    loaded.latebranch_likeliest.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int]
-    loaded.latebranch_likeliest.restype = None
-    loaded.latebranch_laws.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int]
-    loaded.latebranch_laws.restype = None
-    loaded.latebranch_choose.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]
-    loaded.latebranch_choose.restype = None
-    loaded.latebranch_walk.argtypes = [c_void_p, c_int64, POINTER(Walked), c_int64, c_int]
-    loaded.latebranch_walk.restype = None
-    loaded.latebranch_rank.argtypes = [c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3, c_int]
-    loaded.latebranch_rank.restype = None
-    loaded.latebranch_mix.argtypes = [c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p]
-    loaded.latebranch_mix.restype = None
-    loaded.latebranch_grow.argtypes = [POINTER(Decoder), c_void_p, POINTER(RankedRow), c_int64, POINTER(FedRow), c_int64, c_int64]
-    loaded.latebranch_grow.restype = c_void_p
-    loaded.latebranch_grow_round.argtypes = [c_void_p, POINTER(Told), POINTER(Pass), c_void_p, c_int64, POINTER(Fed), c_int]
-    loaded.latebranch_grow_round.restype = c_int64
-    loaded.latebranch_grown.argtypes = [*[c_void_p] * 4, c_int64, *[c_void_p] * 3]
-    loaded.latebranch_grown.restype = None
-    loaded.latebranch_end_growth.argtypes = [c_void_p]
-    loaded.latebranch_end_growth.restype = None
+    for name, (arguments, result) in _FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, result
     return loaded
 
 
-_taken: int | None = None
+_num_threads: int | None = None
 
 
-def take_threads(count: int | None) -> None:
-    """Run passes with so many threads from now on (None: with those torch has), and leave torch one.
+def set_num_threads(count: int | None) -> None:
+    """Run passes with `count` threads from now on (None: as many as torch has), and leave torch one thread.
 
-    What torch does between passes is too little to share, and threads of its own that wait for work take ours' time.
+    Torch's work between passes is too small to share, and its idle threads would take processor time from passes.
     """
-    global _taken
-    if count is not None or _taken is None:
-        _taken = count or torch.get_num_threads()
+    global _num_threads
+    if count is not None or _num_threads is None:
+        _num_threads = count or torch.get_num_threads()
     torch.set_num_threads(1)
 
 
 def num_threads() -> int:
-    """Return with how many threads passes are run."""
-    return _taken or torch.get_num_threads()
+    """Return the number of threads of a pass."""
+    return _num_threads or torch.get_num_threads()
 
 
 def address(array: NDArray[Any]) -> int:
-    """Return where an array's numbers begin; they must lie side by side."""
+    """Return the address of a contiguous NumPy array."""
     return int(array.__array_interface__["data"][0])
 
 
 def address_of(numbers: Numbers) -> int:
-    """Return the same of an array of Python's own."""
+    """Return the address of an array of Python's own."""
     return numbers.buffer_info()[0]
 
 
-def room(typecode: str, count: int) -> Numbers:
-    """Return an array of so many numbers for the library to write to."""
+def empty_array(typecode: str, count: int) -> Numbers:
+    """Return an array of `count` numbers for the library to write to."""
     return array(typecode, bytes(array(typecode).itemsize * count))
 
 

@@ -1,6 +1,6 @@
 """Linear layers over weights packed for the library, in float32, bfloat16, int8 or compact; float32 in and out.
 
-Shape key: I inputs, O outputs, B blocks of 64 outputs, G inputs of an output that lie together (1, 2 or 4).
+Shape key: I inputs, O outputs, B blocks of 64 outputs, G adjacent inputs of an output (1, 2 or 4).
 """
 
 import ctypes
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.native import library
-from engine.native.compact import BLOCK, GROUP, RECORD_BYTES, compact_packed, compact_unpacked, compacted
+from engine.native.compact import BLOCK, GROUP, RECORD_BYTES, compact_packed, compact_unpacked, compact_weights
 from engine.utils import huge_pages
 
 _ZERO = 128  # of unsigned weights
 _LEAST = 1e-30  # scale of an output whose weights are 0
 _LARGEST = 127.0
-_LAYOUTS = {  # the library's number of a format, inputs of an output that lie side by side, and to what inputs are padded
+_LAYOUTS = {  # the library's number of a format, adjacent inputs of an output, and the multiple to which inputs are padded
     "float32": (0, 1, 2),
     "bfloat16": (1, 2, 2),
     "int8": (2, 4, 64),
 }
-QUANTISED = ("int8", "compact")  # precisions in which inputs are rounded to integers; transformers has none of them
-_COMPACT = {4: 3, 6: 4, 8: 5}  # the library's number of compact weights of so many bits
+QUANTISED = ("int8", "compact")  # precisions that round inputs to integers; transformers has none of them
+_COMPACT = {4: 3, 6: 4, 8: 5}  # the library's number of compact weights, by bits
 
 
 class NativeLinear(nn.Module):
-    """A linear layer of the library. CPU, inference only. Float weights that bfloat16 can hold are stored in it."""
+    """A linear layer of the library. CPU, inference only. Float weights that bfloat16 represents exactly are stored in it."""
 
     def __init__(self, linear: nn.Linear, precision: str) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class NativeLinear(nn.Module):
             self._keep_compact(weight_OI)
             return
         if precision == "float32" and torch.equal(weight_OI.bfloat16().float(), weight_OI):
-            precision = "bfloat16"  # the same numbers in half the bytes: products and sums are the same to the bit
+            precision = "bfloat16"  # the same numbers in half the bytes: results are bit-equal
         if precision == "int8":
             signed_OI, self._scale_O = quantised_weight(weight_OI)
             stored_OI = (signed_OI.to(torch.int16) + _ZERO).to(torch.uint8)
@@ -50,7 +50,7 @@ class NativeLinear(nn.Module):
         self.structure = self._structure(number)
 
     def _keep_compact(self, weight_OI: Float[Tensor, "O I"]) -> None:
-        compact = compacted(weight_OI)
+        compact = compact_weights(weight_OI)
         self._scale_O, self._packed = compact.scale_O, huge_pages.copied(compact_packed(compact))
         self.structure = self._structure(_COMPACT[compact.bits])
 
@@ -59,7 +59,7 @@ class NativeLinear(nn.Module):
         return library.Linear(*addresses, self.in_features, self.out_features, number)
 
     def dense_weight(self) -> Float[Tensor, "O I"]:
-        """Return what the layer multiplies with, float32."""
+        """Return the weights that the layer multiplies by, float32."""
         if self.structure.format in _COMPACT.values():
             assert self._scale_O is not None
             return compact_unpacked(self._packed, self._scale_O).dense()[:, : self.in_features]
@@ -80,7 +80,7 @@ class NativeLinear(nn.Module):
 
 
 def weight_bytes(precision: str) -> float:
-    """Return the most that a weight takes in a precision, scales of its group included."""
+    """Return the most bytes that a weight takes in a precision, including the scales of its group."""
     return RECORD_BYTES[8] / (GROUP * BLOCK) if precision == "compact" else float(getattr(torch, precision).itemsize)
 
 
@@ -92,7 +92,7 @@ def packed(weight_OI: Tensor, group: int, multiple: int) -> Tensor:
 
 
 def unpacked(packed_BNOG: Tensor) -> Tensor:
-    """Return packed weights by output and input, with what was filled."""
+    """Return packed weights by output and input, including padding."""
     return packed_BNOG.transpose(1, 2).reshape(packed_BNOG.shape[0] * BLOCK, -1)
 
 

@@ -1,6 +1,6 @@
-"""Cached text beside a model's logits by the library: the function of engine.draft.text.mixture.
+"""Mixtures of a model's logits and cached text, computed by the library as engine.draft.text.mixture defines them.
 
-Shape key: R rows of a model, K tokens it knows, P proposals, M tokens known.
+Shape key: R rows of a model, K tokens the model knows, P proposals, M tokens that the model or the cache knows.
 """
 
 from array import array
@@ -19,7 +19,7 @@ from engine.native import library
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What cached text says of one token: columns and probabilities, and how far it is trusted; without columns nothing."""
+    """Cached text's prediction of one token: columns, their probabilities, and the trust in it. No columns: no prediction."""
 
     columns: Sequence[int]
     odds: Sequence[float]
@@ -27,7 +27,7 @@ class Predicted:
 
 
 class Flat(NamedTuple):
-    """Where each one's tokens begin, and their end; all columns; and, float32, all probabilities with the trusts behind them."""
+    """Predictions as flat arrays: each prediction's first token and the end, columns, and float32 probabilities, then trusts."""
 
     firsts: list[int]
     columns: list[int]
@@ -35,25 +35,26 @@ class Flat(NamedTuple):
 
 
 def flattened(predicted: Sequence[Predicted]) -> Flat:
-    """Return what is foretold side by side."""
-    firsts = [*accumulate((len(one.columns) for one in predicted), initial=0)]
-    columns = [*chain.from_iterable(one.columns for one in predicted)]
-    odds = array("f", [*chain.from_iterable(one.odds for one in predicted), *(one.chance for one in predicted)])
+    """Return predictions as flat arrays."""
+    firsts = [*accumulate((len(prediction.columns) for prediction in predicted), initial=0)]
+    columns = [*chain.from_iterable(prediction.columns for prediction in predicted)]
+    chances = [prediction.chance for prediction in predicted]
+    odds = array("f", [*chain.from_iterable(prediction.odds for prediction in predicted), *chances])
     return Flat(firsts, columns, odds)
 
 
 def can_mix(device: torch.device) -> bool:
-    """Return whether the library runs where the logits are."""
+    """Return whether the library runs on this device."""
     return device.type == "cpu" and library.is_available()
 
 
 def mixed(
     model_RK: Float[Tensor, "R K"] | None, rows: Sequence[int | None], predicted: Sequence[Predicted], num_columns: int
 ) -> tuple[Float[Tensor, "P M"], list[list[bool]]]:
-    """Return logits of the mixtures, and of each foretold token whether more of it is cached text's.
+    """Return logits of the mixtures, and for each predicted token whether most of its probability comes from cached text.
 
-    `rows[p]` is the model's of proposal p, None where it was not asked: there what is foretold is the law. Of others it changes
-    the odds of the foretold tokens alone. A model's own columns are the first.
+    `rows[p]` is the model's row for proposal p. It is None where the model did not run: the distribution is then cached text's.
+    Elsewhere the mixture changes the odds of the predicted tokens only. The model's own columns come first.
     """
     num_proposals, num_known = len(rows), 0
     if model_RK is not None:
@@ -62,7 +63,7 @@ def mixed(
         model_RK, num_known = model_RK.contiguous(), model_RK.shape[1]
     assert len(predicted) == num_proposals
     firsts, columns, odds = flattened(predicted)
-    assert all(0 <= column < num_columns for column in columns), "a foretold token has no column"
+    assert all(0 <= column < num_columns for column in columns), "a predicted token has no column"
     places = np.array([*(-1 if row is None else row for row in rows), *firsts, *columns], dtype=np.int64)
     is_rather_cached = np.zeros(firsts[-1], dtype=np.uint8)
     logits_PM = torch.empty(num_proposals, num_columns)

@@ -1,11 +1,12 @@
-// Counter-based noise: draw i of key k is splitmix64's output number i + 1 from state k, as engine/sampling/noise.py defines it, and the
-// Gumbel noise -log(-log u) of its uniform. Logarithms are within 1 unit in the last place (fdlibm's).
+// Counter-based noise, as engine/sampling/noise.py defines it: draw i of key k is splitmix64's output number i + 1 from
+// state k, and its Gumbel noise is -log(-log u) of its uniform u. Logarithms (fdlibm's) are within 1 unit in the last
+// place.
 #pragma once
 #include "numbers.h"
 
 namespace latebranch {
 
-// Of a normal positive number.
+// The logarithm of a normal positive number.
 inline Doubles logarithm(Doubles x) {
   const Doubles one = spread(1.0);
   Doubles exponent = exponent_of(x), m = mantissa_of(x);
@@ -14,8 +15,8 @@ inline Doubles logarithm(Doubles x) {
   exponent = blend_doubles(is_large, exponent, exponent + one);
   const Doubles f = m - one, s = f / (f + spread(2.0)), z = s * s;
   Doubles r = spread(1.479819860511658591e-01);
-  for (const double c : {1.531383769920937332e-01, 1.818357216161805012e-01, 2.222219843214978396e-01, 2.857142874366239149e-01,
-                         3.999999999940941908e-01, 6.666666666666735130e-01})
+  for (const double c : {1.531383769920937332e-01, 1.818357216161805012e-01, 2.222219843214978396e-01,
+                         2.857142874366239149e-01, 3.999999999940941908e-01, 6.666666666666735130e-01})
     r = fused(r, z, spread(c));
   r = r * z;
   const Doubles half_square = spread(0.5) * (f * f);
@@ -48,7 +49,7 @@ inline uint64_t token_key(uint64_t seed, int64_t position) {
 // -log u: exponential noise.
 inline Doubles exponential_of(Doubles u) { return spread(0.0) - logarithm(u); }
 
-// Gumbel noise of draws [begin, end) of a key, or of the draws `ids` names there.
+// Gumbel noise of draws [begin, end) of a key, or of the draws in `ids` [begin, end).
 inline void gumbel_noise(uint64_t key, const int64_t* ids, int64_t begin, int64_t end, double* out) {
   for (int64_t i = begin; i < end; i += kDoubles) {
     const Mask m = lanes_left(end - i);
@@ -59,20 +60,22 @@ inline void gumbel_noise(uint64_t key, const int64_t* ids, int64_t begin, int64_
 
 // The draw of largest log p + Gumbel noise, which is that of largest p / -log u, and that score; NaN where p has NaN.
 //
-// As -log u is no less than 1 - u, most draws need no logarithm: those whose p / (1 - u) is below the best so far.
-inline void choose(const float* law, int64_t count, uint64_t key, double* score, int64_t* chosen) {
+// As -log u is at least 1 - u, most draws need no logarithm: those whose p / (1 - u) is below the best so far.
+inline void choose(const float* probs, int64_t count, uint64_t key, double* score, int64_t* chosen) {
   Doubles best = spread(-1.0);
   Integers best_draws = spread64(0);
-  Doubles enough = spread(0.0);  // of the best of all lanes, all but what rounding may take
+  Doubles enough = spread(0.0);  // the best ratio of all lanes, less the rounding error
   Mask broken = 0;
   for (int64_t i = 0; i < count; i += kDoubles) {
     const Mask m = lanes_left(count - i);
-    const Doubles p = load_doubles(m, law + i);
-    if (!not_zero(p)) continue;  // nothing here can come
+    const Doubles p = load_doubles(m, probs + i);
+    if (!not_zero(p))
+      continue;
     const Integers draws = add64(ascending64(), spread64(i));
     const Doubles u = uniform_noise(key, draws);
     broken |= nan_lanes(p);
-    if (!(m & no_less(p, enough * (spread(1.0) - u)))) continue;
+    if (!(m & no_less(p, enough * (spread(1.0) - u))))
+      continue;
     const Doubles ratio = p / exponential_of(u);
     const Mask is_better = m & more(ratio, best);
     best = blend_doubles(is_better, best, ratio);
@@ -81,10 +84,12 @@ inline void choose(const float* law, int64_t count, uint64_t key, double* score,
   }
   double ratios[kDoubles];
   int64_t places[kDoubles];
-  store(ratios, best), store(places, best_draws);
+  store(ratios, best);
+  store(places, best_draws);
   int first = 0;
   for (int i = 1; i < kDoubles; i++)
-    if (ratios[i] > ratios[first] || (ratios[i] == ratios[first] && places[i] < places[first])) first = i;
+    if (ratios[i] > ratios[first] || (ratios[i] == ratios[first] && places[i] < places[first]))
+      first = i;
   *score = broken ? std::numeric_limits<double>::quiet_NaN() : std::log(std::max(0.0, ratios[first]));
   *chosen = places[first];
 }

@@ -1,6 +1,6 @@
-"""The noise of engine.sampling.noise by the library, the choice it makes, and rankings by it.
+"""The noise of engine.sampling.noise computed by the library, choices of tokens by it, and rankings by it.
 
-Shape key: K keys, V vocabulary, N laws, P draft laws, M tokens of each, C best tokens.
+Shape key: K keys, V vocabulary, N distributions, P draft distributions, M tokens of each.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from engine.native import library
 
 
 def can_choose(device: torch.device | str) -> bool:
-    """Return whether the library makes noise for this device."""
+    """Return whether the library runs on this device."""
     return torch.device(device).type == "cpu" and library.is_available()
 
 
 def gumbels(keys: Sequence[int], vocab_size: int, ids_M: Int[Tensor, " M"] | None = None) -> Float[Tensor, "K M"]:
-    """Return standard Gumbel noise, float64, of all tokens or of some."""
+    """Return standard Gumbel noise, float64, of all tokens or of `ids_M`."""
     count = vocab_size if ids_M is None else len(ids_M)
     noise, keys_K = torch.empty((len(keys), count), dtype=torch.float64), np.array(keys, dtype=np.uint64)
     library.library().latebranch_gumbels(
@@ -35,7 +35,7 @@ def gumbels(keys: Sequence[int], vocab_size: int, ids_M: Int[Tensor, " M"] | Non
 
 
 def choices(probs_NV: Float[Tensor, "N V"], rows: Sequence[int], keys: Sequence[int]) -> list[tuple[float, int]]:
-    """Return the best perturbed log-probability of each of `rows` and its token; NaN or -inf where the law is no law."""
+    """Return each row's best perturbed log-probability and its token; NaN or -inf for an invalid distribution."""
     scores, chosen = np.empty(len(rows)), np.empty(len(rows), dtype=np.int64)
     probs_NV, rows_K, keys_K = probs_NV.contiguous(), np.array(rows, dtype=np.int64), np.array(keys, dtype=np.uint64)
     library.library().latebranch_choose(
@@ -52,10 +52,10 @@ def choices(probs_NV: Float[Tensor, "N V"], rows: Sequence[int], keys: Sequence[
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """The best tokens of one draft law, best first, their noise (0 without any) and probabilities.
+class BestTokens:
+    """The best tokens of one draft distribution, best first, with their noise (0 without noise) and probabilities.
 
-    `collision` is the sum of squares of the whole law; NaN where the logits make none.
+    `collision` is the sum of the squared probabilities of all tokens; NaN for logits that make no distribution.
     """
 
     token_ids: tuple[int, ...]
@@ -71,17 +71,17 @@ def rankings(
     most: int,
     keys: Sequence[int] | None,
     ids_M: Int[Tensor, " M"] | None,
-) -> list[Best]:
-    """Return at most `most` tokens of softmax(logits / temperature) that can come, by log q.
+) -> list[BestTokens]:
+    """Return at most `most` possible tokens of softmax(logits / temperature), ranked by log q.
 
-    With `keys` they are ranked by sharpness * log q plus noise. `ids_M` says which token each column is.
+    With `keys` they are ranked by sharpness * log q plus noise. `ids_M` maps columns to tokens.
     """
     num_rows, num_columns = logits_PM.shape
     logits_PM, most = logits_PM.contiguous(), min(most, num_columns)
     inverse_P = 1.0 / np.array(temperatures, dtype=np.float32)
     sharpness_P = np.array(sharpness, dtype=np.float32)
     keys_P = None if keys is None else np.array(keys, dtype=np.uint64)
-    # Beside the tokens how many there are, beside their odds the collision.
+    # The last column of `ids` is the number of tokens, that of `odds` the collision.
     ids, noise = np.empty((num_rows, most + 1), dtype=np.int64), np.empty((num_rows, most))
     odds = np.empty((num_rows, most + 1), dtype=np.float32)
     library.library().latebranch_rank(
@@ -100,5 +100,5 @@ def rankings(
     )
     found = []
     for (*tokens, count), values, (*shares, collision) in zip(ids.tolist(), noise.tolist(), odds.tolist(), strict=True):
-        found.append(Best(tuple(tokens[:count]), tuple(values[:count]), tuple(shares[:count]), collision))
+        found.append(BestTokens(tuple(tokens[:count]), tuple(values[:count]), tuple(shares[:count]), collision))
     return found

@@ -1,7 +1,8 @@
-// The few functions of rows that a decoder needs.
+// Functions of a row of numbers that a decoder needs.
 //
-// Every number here depends on its row alone: sums run over a row in one order, whatever lies beside it. Compile without
-// contraction (-ffp-contract=off), or the compiler fuses a product and a sum in one copy of a function and not in another.
+// Every result depends on its row alone: sums run over a row in one order, in any batch. Compile without contraction
+// (-ffp-contract=off): otherwise the compiler may fuse a product and a sum in one copy of a function and not in
+// another.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -11,15 +12,16 @@
 
 namespace latebranch {
 
-// Make room for so many; what is there may be anything.
+// Resize a vector to at least `size`; its contents are arbitrary.
 template <typename T>
-void grow(std::vector<T>& room, int64_t size) {
-  if ((int64_t)room.size() < size) room.resize(size);
+void grow(std::vector<T>& vector, int64_t size) {
+  if ((int64_t)vector.size() < size)
+    vector.resize(size);
 }
 
 inline void store_floats(float* to, Mask m, Floats v) { store(to, m, v); }
 
-// Rounded to the nearest, what is beyond its range to the last number in it; what is no number or infinite stays so.
+// Rounds to the nearest float16, and numbers beyond its range to its largest; NaN and infinities stay as they are.
 inline void store_floats(Half* to, Mask m, Floats v) {
   const Floats most = spread(65504.0f);
   store_halves(to, m, blend(is_broken(v), larger(spread(0.0f) - most, smaller(most, v)), v));
@@ -27,7 +29,8 @@ inline void store_floats(Half* to, Mask m, Floats v) {
 
 template <typename Cached>
 inline void store_row(const float* from, int64_t n, Cached* to) {
-  for (int64_t i = 0; i < n; i += kLanes) store_floats(to + i, lanes_left(n - i), load(lanes_left(n - i), from + i));
+  for (int64_t i = 0; i < n; i += kLanes)
+    store_floats(to + i, lanes_left(n - i), load(lanes_left(n - i), from + i));
 }
 
 // e^x to within 2 units in the last place; NaN stays NaN, below -104 it is 0.
@@ -37,7 +40,8 @@ inline Floats exponential(Floats x) {
   Floats r = fused_from(n, spread(0.693359375f), x);
   r = fused_from(n, spread(-2.12194440e-4f), r);
   Floats p = spread(1.9875691500e-4f);  // Cephes' expf
-  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = fused(p, r, spread(c));
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = fused(p, r, spread(c));
   p = fused(p, r * r, r + spread(1.0f));
   return times_power_of_2(p, n);
 }
@@ -73,7 +77,7 @@ inline void add_to(float* x, const float* y, int64_t n) {
   }
 }
 
-// Rotate halves of a head in place: cosines and sines of its position, as transformers has them.
+// Rotate the halves of a head in place, by the cosines and sines of its position, as transformers does.
 inline void rotate(float* x, const float* cosines, const float* sines, int64_t size) {
   const int64_t half = size / 2;
   for (int64_t i = 0; i < half; i += kLanes) {

@@ -1,4 +1,4 @@
-// A tree of a row that ranks, as it grows: engine/draft/trees/best_first.py's noise-aware tree, without the laws.
+// The growing tree of a ranked row: engine/draft/trees/best_first.py's noise-aware tree, without distributions.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -7,122 +7,152 @@
 
 namespace latebranch {
 
-constexpr int64_t kLayout = 3;   // of what a row means, where no size tells it
-constexpr int64_t kScores = 64;  // best scores of a node that are compared: the rest weighs nothing in their softmax
-constexpr int64_t kShares = 9;   // by chance, between these edges
+constexpr int64_t kLayout = 4;   // version of the interface, for changes that no structure's size shows
+constexpr int64_t kScores = 64;  // best scores of a node that are compared: the others weigh nothing in their softmax
+constexpr int64_t kShares = 9;   // corrections of probabilities, by the intervals between these edges
 constexpr double kShareEdges[kShares - 1] = {0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985};
 
 struct RankedRow {
   int64_t root_position;
-  const int64_t* slots;  // by position, those of the tree behind the root's
+  const int64_t* slots;  // by position; those of the tree follow the root's
   int64_t max_nodes, depth, branches;
   uint64_t seed;
   int64_t has_noise;
-  const double* least_chances;  // [max_nodes], of the likeliest node, the next one...: none less than the one before
-  double level_price;
-  double offered, continued;  // a prior: of so many offers so many have a token that is accepted, given that their node is
-  double scale;  // of s log q + g
-  const double* shares;  // [2, kShares] of the chances that it gives a model's tokens, and cached ones: what is to be kept of them
+  const double*
+      least_chances;  // [max_nodes], ascending: acceptance thresholds of the likeliest node, the next one, ...
+  double level_cost;
+  double offered;        // a prior: the number of offers,
+  double continued;      // and how many of them have an accepted token, given that their node is accepted
+  double scale;          // of s log q + g
+  const double* shares;  // [2, kShares]: factors that correct the probabilities of a model's and of cached tokens
   double temperature, sharpness;
 };
 
-// One tree; nodes are numbered as they are fed. Candidates are tokens that could be nodes, in the order in which they were offered.
+// One tree; nodes are numbered as they are fed. Candidates are tokens that may become nodes, in the order of offers.
 class RankedTree {
  public:
-  explicit RankedTree(const RankedRow& row) : row_(row), least_(1.0 / (row.max_nodes + 1)), continued_(row.continued), num_offers_(row.offered) {}
+  explicit RankedTree(const RankedRow& row)
+      : row_(row), least_(1.0 / (row.max_nodes + 1)), continued_(row.continued), num_offers_(row.offered) {}
 
   struct Node {
     int64_t parent, token, depth;
     int64_t candidate;   // -1: the root
-    int64_t offer = -1;  // place of what it was offered, if anything
+    int64_t offer = -1;  // place of the node's offer, if any
     bool is_fed = false;
   };
 
   const RankedRow& row() const { return row_; }
   const std::vector<Node>& nodes() const { return nodes_; }
 
-  // Nodes to ask about: the best candidates that would be kept if this were the end and that have not been fed.
-  std::vector<int64_t> asks() {
-    if (++num_rounds_ == 1) return {0};
-    std::vector<int64_t> asked;
-    if (num_rounds_ > row_.depth) return asked;
+  // The nodes of the next round: the best candidates that are kept so far and not fed yet.
+  std::vector<int64_t> next_frontier() {
+    if (++num_rounds_ == 1)
+      return {0};
+    std::vector<int64_t> frontier;
+    if (num_rounds_ > row_.depth)
+      return frontier;
     std::vector<size_t> unfed = kept();
-    unfed.erase(std::remove_if(unfed.begin(), unfed.end(),
-                               [&](size_t i) { return candidates_[i].node >= 0 || candidates_[i].depth >= row_.depth; }),
-                unfed.end());
-    if (!unfed.empty()) least_ = std::min(least_, candidates_[unfed[0]].value / 2);
+    unfed.erase(
+        std::remove_if(unfed.begin(), unfed.end(),
+                       [&](size_t i) { return candidates_[i].node >= 0 || candidates_[i].depth >= row_.depth; }),
+        unfed.end());
+    if (!unfed.empty())
+      least_ = std::min(least_, candidates_[unfed[0]].value / 2);
     const size_t most = std::min(row_.branches, row_.max_nodes - ((int64_t)nodes_.size() - 1));
     double sum = 0.0;
     for (size_t i : unfed) {
-      if (asked.size() == most || !(candidates_[i].value > least_)) break;
-      asked.push_back(i), sum += candidates_[i].value;
+      if (frontier.size() == most || !(candidates_[i].value > least_))
+        break;
+      frontier.push_back(i);
+      sum += candidates_[i].value;
     }
-    if (sum * continued_ / num_offers_ < row_.level_price) return {};
-    for (int64_t& one : asked) one = add(one);
-    return asked;
+    if (sum * continued_ / num_offers_ < row_.level_cost)
+      return {};
+    for (int64_t& candidate : frontier)
+      candidate = add(candidate);
+    return frontier;
   }
 
-  // Make the best tokens of a node's law candidates; `offer` says where they are kept, `is_cached` of which more is cached text's.
+  // Add the best tokens after a node as candidates. `offer` is their place. `is_cached` is true for tokens with most of
+  // their probability from cached text.
   template <typename IsCached>
-  void take(int64_t node, int64_t offer, const int64_t* tokens, const double* scores, int64_t count, bool is_fed, IsCached is_cached) {
-    nodes_[node].offer = offer, nodes_[node].is_fed = is_fed, num_offers_++;
+  void take(int64_t node, int64_t offer, const int64_t* tokens, const double* scores, int64_t count, bool is_fed,
+            IsCached is_cached) {
+    nodes_[node].offer = offer;
+    nodes_[node].is_fed = is_fed;
+    num_offers_++;
     double all = 0.0, offered = 0.0;
     double weights[kScores];
-    for (int64_t i = 0; i < count; i++) all += weights[i] = std::exp(scores[i] / row_.scale - scores[0] / row_.scale);
+    for (int64_t i = 0; i < count; i++)
+      all += weights[i] = std::exp(scores[i] / row_.scale - scores[0] / row_.scale);
     const int64_t from = nodes_[node].candidate;
     for (int64_t i = 0; i < std::min(count, row_.branches); i++) {
-      const double chance = weights[i] / all, worth = corrected(chance, is_cached(tokens[i]));
-      offered += worth;
-      const double value = (from < 0 ? 1.0 : candidates_[from].value) * std::min(1.0, worth);
+      const double chance = weights[i] / all, expected = corrected(chance, is_cached(tokens[i]));
+      offered += expected;
+      const double value = (from < 0 ? 1.0 : candidates_[from].value) * std::min(1.0, expected);
       candidates_.push_back({value, chance, from, tokens[i], nodes_[node].depth + 1});
     }
     continued_ += std::min(1.0, offered);
   }
 
-  // Write the kept nodes behind the root: fed ones first, as they were fed; where their tokens come from the best go first. A node
-  // keeps its slot if its number is what it was. `by_age` are their numbers in the order in which they were offered, `chances` those
-  // to be accepted (the root's is 1); what is `given_parent` is uncorrected.
-  int64_t finish(int64_t* parents, int64_t* tokens, int64_t* offers, int64_t* keeps_slot, int64_t* by_age, double* chances,
-                 double* given_parent) const {
+  // Write the root and the kept nodes: first fed nodes, as they were fed, then the others, best first. A node keeps its
+  // slot if its number did not change. `by_age` are the nodes' numbers in the order of offers. `chances` are acceptance
+  // probabilities (the root's is 1). Those `given_parent` are conditional on the parent, and uncorrected.
+  int64_t finish(int64_t* parents, int64_t* tokens, int64_t* offers, int64_t* keeps_slot, int64_t* by_age,
+                 double* chances, double* given_parent) const {
     std::vector<size_t> order = kept();
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-      const int64_t one = candidates_[a].node, other = candidates_[b].node;
-      return one >= 0 && (other < 0 || one < other);
+      const int64_t node = candidates_[a].node, other = candidates_[b].node;
+      return node >= 0 && (other < 0 || node < other);
     });
     std::vector<int64_t> number(candidates_.size(), 0);
-    for (size_t i = 0; i < order.size(); i++) number[order[i]] = i + 1;
-    const auto write = [&](int64_t at, int64_t node) {
-      const Node* one = node < 0 ? nullptr : &nodes_[node];
-      offers[at] = one ? one->offer : -1, keeps_slot[at] = one && node == at && one->is_fed;
+    for (size_t i = 0; i < order.size(); i++)
+      number[order[i]] = i + 1;
+    const auto write = [&](int64_t at, int64_t number_when_fed) {
+      const Node* node = number_when_fed < 0 ? nullptr : &nodes_[number_when_fed];
+      offers[at] = node ? node->offer : -1;
+      keeps_slot[at] = node && number_when_fed == at && node->is_fed;
     };
-    parents[0] = -1, tokens[0] = -1, chances[0] = given_parent[0] = 1.0, write(0, 0);
+    parents[0] = -1;
+    tokens[0] = -1;
+    chances[0] = given_parent[0] = 1.0;
+    write(0, 0);
     for (size_t i = 0; i < order.size(); i++) {
-      const Candidate& one = candidates_[order[i]];
-      parents[i + 1] = one.parent < 0 ? 0 : number[one.parent], tokens[i + 1] = one.token, chances[i + 1] = one.value, given_parent[i + 1] = one.chance, write(i + 1, one.node);
+      const Candidate& candidate = candidates_[order[i]];
+      parents[i + 1] = candidate.parent < 0 ? 0 : number[candidate.parent];
+      tokens[i + 1] = candidate.token;
+      chances[i + 1] = candidate.value;
+      given_parent[i + 1] = candidate.chance;
+      write(i + 1, candidate.node);
     }
     std::sort(order.begin(), order.end());
-    for (size_t i = 0; i < order.size(); i++) by_age[i] = number[order[i]];
+    for (size_t i = 0; i < order.size(); i++)
+      by_age[i] = number[order[i]];
     return order.size() + 1;
   }
 
  private:
   struct Candidate {
-    double value, chance;          // to be accepted; given its parent, uncorrected
+    double value, chance;          // acceptance probability; the same given its parent, uncorrected
     int64_t parent, token, depth;  // the parent's place, -1: the root
-    int64_t node = -1;             // once it is fed
+    int64_t node = -1;             // its number, once it is a node
   };
 
-  // Places of the best candidates that are worth a node, best first. A parent is always older than its children and as good.
+  // Places of the best candidates above their acceptance thresholds, best first. A parent is always older than its
+  // children, and at least as good.
   std::vector<size_t> kept() const {
-    std::vector<size_t> worthy;
+    std::vector<size_t> good;
     for (size_t i = 0; i < candidates_.size(); i++)
-      if (candidates_[i].value >= row_.least_chances[0]) worthy.push_back(i);
-    std::stable_sort(worthy.begin(), worthy.end(), [&](size_t a, size_t b) { return candidates_[a].value > candidates_[b].value; });
+      if (candidates_[i].value >= row_.least_chances[0])
+        good.push_back(i);
+    std::stable_sort(good.begin(), good.end(),
+                     [&](size_t a, size_t b) { return candidates_[a].value > candidates_[b].value; });
     int64_t count = 0;
-    const int64_t most = std::min<int64_t>(worthy.size(), row_.max_nodes);
-    while (count < most && candidates_[worthy[count]].value >= row_.least_chances[count]) count++;
-    worthy.resize(count);
-    return worthy;
+    const int64_t most = std::min<int64_t>(good.size(), row_.max_nodes);
+    while (count < most && candidates_[good[count]].value >= row_.least_chances[count])
+      count++;
+    good.resize(count);
+    return good;
   }
 
   double corrected(double chance, bool is_cached) const {
@@ -131,17 +161,20 @@ class RankedTree {
   }
 
   int64_t add(size_t place) {
-    Candidate& one = candidates_[place];
-    one.node = nodes_.size();
-    nodes_.push_back({one.parent < 0 ? 0 : candidates_[one.parent].node, one.token, one.depth, (int64_t)place});
-    return one.node;
+    Candidate& candidate = candidates_[place];
+    candidate.node = nodes_.size();
+    nodes_.push_back({candidate.parent < 0 ? 0 : candidates_[candidate.parent].node, candidate.token, candidate.depth,
+                      (int64_t)place});
+    return candidate.node;
   }
 
   const RankedRow row_;
   std::vector<Node> nodes_{{-1, -1, 0, -1}};
   std::vector<Candidate> candidates_;
   int64_t num_rounds_ = 0;
-  double least_, continued_, num_offers_;  // chances that an offer has a token that is accepted, added up, and of how many offers
+  double least_;       // value below which no candidate is fed
+  double continued_;   // sum over offers of the probability that one of its tokens is accepted
+  double num_offers_;  // of that sum
 };
 
 }  // namespace latebranch

@@ -1,4 +1,4 @@
-// The best tokens of a draft law, by log q or by log q and the noise of their position.
+// The best tokens of a draft distribution, by log q, or by log q plus the noise of their position.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -9,97 +9,170 @@
 
 namespace latebranch {
 
+// The results of a ranking, in the caller's memory.
 struct Ranked {
   int64_t* tokens;   // [most], best first
   double* scores;    // [most]: s log q + g
   double* noise;     // [most]: g, or 0
   float* odds;       // [most]: q
   float* collision;  // the sum of q^2
-  int64_t* count;    // how many of `most` are there: tokens that can come
+  int64_t* count;    // number of tokens, at most `most`; tokens of probability 0 are left out
 };
 
-// `logits` [count]; `tokens` names what each column is, or is null where they are in order. Logits that make no law (a NaN, an
-// infinity, nothing but -infinity) have a collision of NaN and no best tokens. Of equals the token of the smallest id wins, whatever
-// its column.
-//
-// The law counts `sharpness` (s) times. Noise is -log(-log u), no more than -log(1 - u): most draws need no logarithm, those
-// whose q^s / (1 - u) is below the least of the best so far.
-inline void rank(const float* logits, int64_t count, float inverse_temperature, bool has_noise, float sharpness, uint64_t key,
-                 const int64_t* tokens, int64_t most, const Ranked& out) {
-  const Floats inverse = spread(inverse_temperature), least = spread(-std::numeric_limits<float>::infinity());
+// A row of logits. `tokens` has the token of each column; null: a column's index is its token. `sharpness` (s) is the
+// weight of log q in a score.
+struct RankedLogits {
+  const float* logits;
+  int64_t count;
+  float inverse_temperature;
+  const int64_t* tokens;
+  bool has_noise;
+  float sharpness;
+  uint64_t key;  // of the noise
+};
+
+// A token with its unnormalised score.
+struct RankedToken {
+  double score, noise;
+  int64_t token, column;
+
+  // Among equal scores the smaller token is better, whatever its column.
+  bool operator>(const RankedToken& other) const {
+    return score > other.score || (score == other.score && token < other.token);
+  }
+};
+
+// A heap of the best `most` tokens, with the worst of them in front.
+class BestTokens {
+ public:
+  explicit BestTokens(int64_t most) : most_(most) { heap_.reserve(most); }
+
+  bool is_full() const { return (int64_t)heap_.size() == most_; }
+  double worst() const { return heap_.front().score; }
+
+  // Insert a token; return false if it is no better than the worst of a full heap.
+  bool insert(const RankedToken& token) {
+    if (is_full()) {
+      if (!(token > heap_.front()))
+        return false;
+      std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
+      heap_.back() = token;
+    } else {
+      heap_.push_back(token);
+    }
+    std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
+    return true;
+  }
+
+  const std::vector<RankedToken>& sorted() {
+    std::sort(heap_.begin(), heap_.end(), std::greater<>());
+    return heap_;
+  }
+
+ private:
+  const int64_t most_;
+  std::vector<RankedToken> heap_;
+};
+
+// The largest logit, divided by the temperature; NaN if any logit is NaN.
+inline float largest_logit(const RankedLogits& in) {
+  const Floats inverse = spread(in.inverse_temperature), least = spread(-std::numeric_limits<float>::infinity());
   Floats largest = least;
   Where broken = nowhere();
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const Floats x = load(least, lanes_left(count - i), logits + i);
+  for (int64_t i = 0; i < in.count; i += kLanes) {
+    const Floats x = load(least, lanes_left(in.count - i), in.logits + i);
     broken = broken | is_nan(x);
     largest = larger(largest, inverse * x);
   }
-  const float top = latebranch::most(largest);
-  if (bits(broken) || !std::isfinite(top)) {
-    *out.collision = std::numeric_limits<float>::quiet_NaN(), *out.count = 0;
-    return;
-  }
-  thread_local std::vector<float> shares;  // of the likeliest token's probability, to the power of the sharpness (with noise)
-  grow(shares, count + kLanes);
+  return bits(broken) ? std::numeric_limits<float>::quiet_NaN() : most(largest);
+}
+
+// Sums of probabilities and of their squares, relative to the likeliest token's probability.
+struct ShareSums {
+  float all, squares;
+};
+
+// shares [count] = probabilities relative to the likeliest token's; with noise, to the power of the sharpness.
+inline ShareSums relative_shares(const RankedLogits& in, float top, float* shares) {
+  const Floats inverse = spread(in.inverse_temperature);
   Floats all = spread(0.0f), squares = all;
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const Mask m = lanes_left(count - i);
-    const Floats below = inverse * load(m, logits + i) - spread(top), e = only(m, exponential(below));
-    store(shares.data() + i, !has_noise || sharpness == 1.0f ? e : only(m, exponential(larger(spread(-87.0f), spread(sharpness) * below))));
-    all = all + e, squares = fused(e, e, squares);
+  for (int64_t i = 0; i < in.count; i += kLanes) {
+    const Mask m = lanes_left(in.count - i);
+    const Floats below = inverse * load(m, in.logits + i) - spread(top), e = only(m, exponential(below));
+    const bool is_plain = !in.has_noise || in.sharpness == 1.0f;
+    store(shares + i, is_plain ? e : only(m, exponential(larger(spread(-87.0f), spread(in.sharpness) * below))));
+    all = all + e;
+    squares = fused(e, e, squares);
   }
-  const float total = sum(all);
-  const double normal = (double)top + std::log((double)total);
-  *out.collision = sum(squares) / total / total;
-  const Doubles lowest = spread((double)top - 87.0);  // below it q is nothing beside the likeliest token's
-  struct Entry {
-    double score, noise;  // of the law, not yet normalised
-    int64_t token, column;
-    bool operator>(const Entry& other) const { return score > other.score || (score == other.score && token < other.token); }
-  };
-  std::vector<Entry> best;
-  best.reserve(most);
+  return {sum(all), sum(squares)};
+}
+
+// Insert the best tokens. Noise is -log(-log u), no more than -log(1 - u). So most draws need no logarithm: those whose
+// q^s / (1 - u) is below the worst of a full heap.
+inline void find_best(const RankedLogits& in, float top, const float* shares, BestTokens& best) {
+  const Doubles lowest = spread((double)top - 87.0);  // below it q is 0 relative to the likeliest token's
   double threshold = -std::numeric_limits<double>::infinity();
-  Doubles enough = spread(0.0);  // e to the threshold over that of the likeliest token's law, all but what rounding may take
-  for (int64_t i = 0; i < count; i += kDoubles) {
-    const Mask m = lanes_left(count - i);
-    Doubles score = load_doubles(m, logits + i, inverse_temperature), gumbel = spread(0.0);
-    const Mask can_come = m & no_less(score, lowest);
-    if (!can_come) continue;
-    score = spread((double)sharpness) * score;
-    if (has_noise) {
-      const Integers draws = tokens ? load_longs(m, tokens + i) : add64(ascending64(), spread64(i));
-      const Doubles u = uniform_noise(key, draws), share = load_doubles(0xFF, shares.data() + i);
-      if (!(can_come & no_less(share, enough * (spread(1.0) - u)))) continue;
+  Doubles enough = spread(0.0);  // e^threshold relative to the likeliest token's share, less the rounding error
+  for (int64_t i = 0; i < in.count; i += kDoubles) {
+    const Mask m = lanes_left(in.count - i);
+    Doubles score = load_doubles(m, in.logits + i, in.inverse_temperature), gumbel = spread(0.0);
+    const Mask is_possible = m & no_less(score, lowest);
+    if (!is_possible)
+      continue;
+    score = spread((double)in.sharpness) * score;
+    if (in.has_noise) {
+      const Integers draws = in.tokens ? load_longs(m, in.tokens + i) : add64(ascending64(), spread64(i));
+      const Doubles u = uniform_noise(in.key, draws), share = load_doubles(0xFF, shares + i);
+      if (!(is_possible & no_less(share, enough * (spread(1.0) - u))))
+        continue;
       gumbel = spread(0.0) - logarithm(exponential_of(u));
       score = score + gumbel;
     }
-    Mask is_better = can_come;
-    if ((int64_t)best.size() == most) is_better &= no_less(score, spread(threshold));
-    if (!is_better) continue;
+    Mask is_better = is_possible;
+    if (best.is_full())
+      is_better &= no_less(score, spread(threshold));
+    if (!is_better)
+      continue;
     double scores[kDoubles], gumbels[kDoubles];
-    store(scores, score), store(gumbels, gumbel);
+    store(scores, score);
+    store(gumbels, gumbel);
     for (int lane = 0; lane < kDoubles; lane++) {
-      if (!(is_better >> lane & 1)) continue;
-      const Entry entry{scores[lane], gumbels[lane], tokens ? tokens[i + lane] : i + lane, i + lane};
-      if ((int64_t)best.size() == most) {
-        if (!(entry > best.front())) continue;
-        std::pop_heap(best.begin(), best.end(), std::greater<>());
-        best.back() = entry;
-      } else {
-        best.push_back(entry);
-      }
-      std::push_heap(best.begin(), best.end(), std::greater<>());
-      threshold = best.front().score;
-      // A share is off by what s (x - top), of up to 87 as x - top is, is rounded by (4e-6 s and 4e-6) and by the exponential (2e-7).
-      if (has_noise && (int64_t)best.size() == most) enough = spread(std::exp(threshold - sharpness * (double)top) * (1.0 - 5e-6 * (1.0 + sharpness)));
+      const int64_t column = i + lane;
+      if (!(is_better >> lane & 1) ||
+          !best.insert({scores[lane], gumbels[lane], in.tokens ? in.tokens[column] : column, column}))
+        continue;
+      threshold = best.worst();
+      // The error of a share has three sources: the rounding of s (x - top) and of x - top, which are at most 87 s and
+      // 87 (4e-6 s and 4e-6), and the exponential (2e-7).
+      if (in.has_noise && best.is_full())
+        enough = spread(std::exp(threshold - in.sharpness * (double)top) * (1.0 - 5e-6 * (1.0 + in.sharpness)));
     }
   }
-  std::sort(best.begin(), best.end(), std::greater<>());
+}
+
+// Rank at most `most` tokens. Logits that make no distribution (a NaN, an infinity, or all -infinity) have a collision
+// of NaN and no best tokens.
+inline void rank(const RankedLogits& in, int64_t most, const Ranked& out) {
+  const float top = largest_logit(in);
+  if (!std::isfinite(top)) {
+    *out.collision = std::numeric_limits<float>::quiet_NaN();
+    *out.count = 0;
+    return;
+  }
+  thread_local std::vector<float> shares;
+  grow(shares, in.count + kLanes);
+  const ShareSums sums = relative_shares(in, top, shares.data());
+  const double normaliser = (double)top + std::log((double)sums.all);
+  *out.collision = sums.squares / sums.all / sums.all;
+  BestTokens heap(most);
+  find_best(in, top, shares.data(), heap);
+  const std::vector<RankedToken>& best = heap.sorted();
   *out.count = (int64_t)best.size();
-  for (size_t rank = 0; rank < best.size(); rank++) {
-    out.tokens[rank] = best[rank].token, out.scores[rank] = best[rank].score - sharpness * normal, out.noise[rank] = best[rank].noise;
-    out.odds[rank] = (float)std::exp((double)(logits[best[rank].column] * inverse_temperature) - normal);
+  for (size_t i = 0; i < best.size(); i++) {
+    out.tokens[i] = best[i].token;
+    out.scores[i] = best[i].score - in.sharpness * normaliser;
+    out.noise[i] = best[i].noise;
+    out.odds[i] = (float)std::exp((double)(in.logits[best[i].column] * in.inverse_temperature) - normaliser);
   }
 }
 

@@ -1,7 +1,7 @@
-// int8 layers by AVX2: a row stays whole, in 16 bits, and is multiplied with weights widened to as many by vpmaddwd.
+// int8 layers by AVX2: inputs are 16-bit integers, multiplied by vpmaddwd with weights widened to 16 bits.
 //
-// Sums of 512 inputs fit in 32 bits (512 x 255 x 127 x 128 < 2^31), and so those of a stretch; they go on in doubles, which hold them
-// exactly.
+// Sums of 512 inputs, and so those of a stretch, fit in 32 bits (512 x 255 x 127 x 128 < 2^31). Sums of stretches are
+// doubles, which hold them exactly.
 #pragma once
 #include <vector>
 
@@ -13,16 +13,18 @@ constexpr int kVectorRows = 6;
 constexpr bool kMayTile = false;
 constexpr int kPartRows = 4 * kVectorRows;  // at most
 
-// Registers that a pass over a block takes of its columns, of so many rows: of float32 and bfloat16 as many as leave every sum in a
-// register, of int8 as measured.
+// Registers of columns in a pass over a block, by its rows. float32 and bfloat16: as many as keep every sum in a
+// register. int8: by measurement.
 constexpr int float32_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
 constexpr int bfloat16_columns(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 constexpr int int8_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
 
-// Rows of the next pass over a block, of so many that are left: of compact layers even shares, of others as many as may be.
-inline int next_rows(const Linear& l, int left) { return l.is_compact() ? even_share(left, kVectorRows) : std::min(kVectorRows, left); }
+// Rows of the next pass over a block: even shares of the remaining rows for compact layers, else as many as possible.
+inline int next_rows(const Linear& l, int left) {
+  return l.is_compact() ? even_share(left, kVectorRows) : std::min(kVectorRows, left);
+}
 
-// Rows that are computed for so many of a part that reads its weights from memory.
+// The number of rows to compute for a part of `rows` rows that reads its weights from memory.
 inline int computed_rows(const Linear&, int rows) { return rows; }
 
 // Sums of products of a row and a block.
@@ -35,7 +37,10 @@ struct RoundedRows {
   std::vector<int16_t> values;  // [T, padded]: of four inputs the first and the third, then the second and the fourth
   std::vector<double> sum;      // [T]: 128 times the sum of a row, which unsigned weights add
 
-  void reserve(int64_t rows, int64_t padded) { grow(values, rows * padded), grow(sum, rows); }
+  void reserve(int64_t rows, int64_t padded) {
+    grow(values, rows * padded);
+    grow(sum, rows);
+  }
 
   // Row t: x [n] times `steps`, rounded.
   void set(int64_t t, const float* x, int64_t n, int64_t padded, float steps) {
@@ -52,42 +57,48 @@ struct RoundedRows {
     alignas(32) int32_t lanes[8];
     _mm256_store_si256((__m256i*)lanes, total);
     double whole = 0;
-    for (const int32_t lane : lanes) whole += lane;
+    for (const int32_t lane : lanes)
+      whole += lane;
     sum[t] = 128 * whole;
   }
 
-  // y [64] = what sums for row t come to, without what unsigned weights add.
+  // y [64] = the results of row t's sums, minus the offset of unsigned weights.
   void joined(int64_t t, const WholeSums& sums, float* y) const {
     const __m256d added = _mm256_set1_pd(sum[t]);
-    for (int c = 0; c < kBlock; c += 4) _mm_storeu_ps(y + c, _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_load_pd(sums.all + c), added)));
+    for (int c = 0; c < kBlock; c += 4)
+      _mm_storeu_ps(y + c, _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_load_pd(sums.all + c), added)));
   }
 };
 
 // R rows of n inputs by C registers of 8 outputs of a stretch, from register `column` on, added to sums [R].
 template <int R, int C>
-inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* block, int column, Stretch& stretch, WholeSums* sums) {
+inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* block, int column, Stretch& stretch,
+                      WholeSums* sums) {
   static_assert(4 * kStretch <= 512);  // inputs whose sums fit in 32 bits
   const char* w = block + column * 32;
   const int16_t* x = in.values.data() + t * n;
   __m256i some[R][C];
-  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
-    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) some[r][c] = _mm256_setzero_si256();
+  LATEBRANCH_UNROLLED_FOR (int r = 0; r < R; r++)
+    LATEBRANCH_UNROLLED_FOR (int c = 0; c < C; c++)
+      some[r][c] = _mm256_setzero_si256();
   for (int64_t k = 4 * stretch.begin; k < 4 * stretch.end; k += 4) {
     stretch.fetch_some<C * kRegister == kBlock>();
-    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+    LATEBRANCH_UNROLLED_FOR (int c = 0; c < C; c++) {
       const __m256i four = _mm256_load_si256((const __m256i*)(w + k * kBlock + c * 32));
       const __m256i even = _mm256_and_si256(four, _mm256_set1_epi16(0xFF)), odd = _mm256_srli_epi16(four, 8);
-      LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
+      LATEBRANCH_UNROLLED_FOR (int r = 0; r < R; r++) {
         int32_t two_even, two_odd;
-        std::memcpy(&two_even, x + r * n + k, 4), std::memcpy(&two_odd, x + r * n + k + 2, 4);
+        std::memcpy(&two_even, x + r * n + k, 4);
+        std::memcpy(&two_odd, x + r * n + k + 2, 4);
         some[r][c] = _mm256_add_epi32(some[r][c], _mm256_madd_epi16(even, _mm256_set1_epi32(two_even)));
         some[r][c] = _mm256_add_epi32(some[r][c], _mm256_madd_epi16(odd, _mm256_set1_epi32(two_odd)));
       }
     }
   }
-  LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
-    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
-      const __m256d low = _mm256_cvtepi32_pd(_mm256_castsi256_si128(some[r][c])), high = _mm256_cvtepi32_pd(_mm256_extracti128_si256(some[r][c], 1));
+  LATEBRANCH_UNROLLED_FOR (int r = 0; r < R; r++) {
+    LATEBRANCH_UNROLLED_FOR (int c = 0; c < C; c++) {
+      const __m256d low = _mm256_cvtepi32_pd(_mm256_castsi256_si128(some[r][c])),
+                    high = _mm256_cvtepi32_pd(_mm256_extracti128_si256(some[r][c], 1));
       double* so_far = sums[r].all + (column + c) * 8;
       _mm256_store_pd(so_far, _mm256_add_pd(_mm256_load_pd(so_far), low));
       _mm256_store_pd(so_far + 4, _mm256_add_pd(_mm256_load_pd(so_far + 4), high));

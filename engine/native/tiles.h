@@ -1,5 +1,5 @@
-// The tiles of AMX: whether a process may use them, and their shape. A thread begins and releases them around its use, because
-// other libraries in the process have shapes of their own.
+// The tiles of AMX: whether a process may use them, and their shape. A thread configures and releases them around each
+// use, because other libraries in the process configure other shapes.
 #pragma once
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -9,7 +9,7 @@
 
 namespace latebranch {
 
-// Asks Linux for the tiles' state, once.
+// Request the tiles' state from Linux, once.
 inline bool has_tiles() {
   static const bool has = [] {
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

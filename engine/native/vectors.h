@@ -1,20 +1,23 @@
-// Vectors of 16 floats, of 8 doubles and of as many integers, by AVX-512 or by AVX2: what everything else here is written in.
+// Vectors of 16 floats, of 8 doubles and of as many integers, by AVX-512 or by AVX2. All other headers use them.
 //
-// Both compute the same bits: each lane by the same operations, sums of lanes in the same order. Masks have a bit a lane.
+// Both instruction sets give the same bits: the same operations in each lane, and sums of lanes in the same order. A
+// mask has one bit for each lane.
 //
 //   spread(x)              every lane x; spread32 and spread64 make integers
 //   load, store            16 floats, or those of a mask (others read as 0, or as `otherwise`, and are not written)
 //   fused(a, b, c)         a b + c, rounded once; fused_minus: a b - c; fused_from: c - a b
-//   larger, smaller        the second where either is NaN, as the processor has it
+//   larger, smaller        the second argument if either is NaN, as in the processor
 //   sum, most              of all lanes
-//   Where                  where a comparison of floats holds; bits(where) is its mask, blend(where, no, yes) takes by it
-//   Register               as many floats as the processor holds in one: loops that must keep all their sums in registers
-//                          use it (`kRegister` lanes, a divisor of 16; 64 bytes or 32)
+//   Where                  the lanes where a comparison holds; bits(where): its mask; blend(where, no, yes): by lane
+//   Register               the floats of one register (kRegister: 16 or 8), for loops with all sums in registers
 #pragma once
 #include <immintrin.h>
 
 #include <cstdint>
 #include <cstring>
+
+// For functions with arrays of registers as arguments: these stay in registers only if the function is inlined.
+#define LATEBRANCH_INLINE inline __attribute__((always_inline))
 
 namespace latebranch {
 
@@ -25,7 +28,7 @@ using Mask = uint16_t;
 
 inline Mask lanes_left(int64_t count) { return count >= kLanes ? 0xFFFF : (Mask)((1u << count) - 1); }
 
-// float16, as caches may hold it.
+// float16, a format of caches.
 struct Half {
   uint16_t bits;
 };

@@ -1,4 +1,6 @@
-"""The coupled rule by the library: each tree walked down by the choices of its laws, where a temperature alone makes them.
+"""The coupled rule, computed by the library: it follows each tree by the tokens that target noise chooses.
+
+It serves distributions that temperature alone makes, without truncation or edits.
 
 Shape key: N rows of logits, V vocabulary.
 """
@@ -16,8 +18,8 @@ from engine.core.tree import TokenTree
 from engine.native import library
 
 
-class Followed(NamedTuple):
-    """Nodes from the root on, and the token that follows the last."""
+class WalkedPath(NamedTuple):
+    """Nodes from the root on, and the token after the last node."""
 
     path: tuple[int, ...]
     extra_id: int
@@ -29,10 +31,10 @@ def walks(
     rows: Sequence[int],
     temperatures: Sequence[float],
     keys: Sequence[Sequence[int]],
-) -> list[Followed | None]:
-    """Return where each tree's choices lead; None where a law on the way is none.
+) -> list[WalkedPath | None]:
+    """Return the path that each tree's choices follow; None if a distribution on it is invalid.
 
-    `rows` are those of the trees' nodes, tree after tree. A temperature is a tree's, and so are the keys of noise, one a depth.
+    `rows` has the row of logits of each node, tree after tree. Each tree has one temperature, and one noise key per depth.
     """
     logits_NV, num_trees = logits_NV.contiguous(), len(trees)
     firsts = [*accumulate((tree.num_nodes for tree in trees), initial=0)]
@@ -40,7 +42,7 @@ def walks(
     assert len(rows) == num_nodes
     assert len(temperatures) == len(keys) == num_trees
     parents, tokens = (
-        chain.from_iterable(column) for column in zip(*((one.parents, one.token_ids) for one in trees), strict=True)
+        chain.from_iterable(column) for column in zip(*((tree.parents, tree.token_ids) for tree in trees), strict=True)
     )
     numbers = np.array([*firsts, *rows, *parents, *tokens], dtype=np.int64)
     keys_N = np.zeros(num_nodes, dtype=np.uint64)
@@ -64,4 +66,4 @@ def walks(
         logits_NV.data_ptr(), logits_NV.shape[1], ctypes.byref(walked), num_trees, library.num_threads()
     )
     path, ends = found.tolist(), zip(firsts, found[num_nodes:].reshape(2, -1).T.tolist(), strict=False)
-    return [Followed(tuple(path[first : first + length]), extra_id) if length else None for first, (length, extra_id) in ends]
+    return [WalkedPath(tuple(path[first : first + length]), extra_id) if length else None for first, (length, extra_id) in ends]

@@ -1,1 +1,1 @@
-"""Passes and steps timed before any request, and many trees evaluated at one position."""
+"""Timing of passes and steps before any request, and evaluation of many trees at one position."""

@@ -1,8 +1,8 @@
-"""A place to grow and judge many trees at one point of a text, each model pass paid once.
+"""Grows and judges many trees at one point of a sequence, with each model pass run once.
 
-Knows an engine's models, a fixed text in both caches and one point in it. All trees of a point are grown side by side by the
-engine's own growth; a drafter that remembers feeds each path once, and one pass of the target over the union of all trees gives
-the law after every node. Shape key: U nodes of the union, N nodes of a tree, V vocabulary.
+Both caches hold a fixed sequence. The engine's own growth grows all trees of a point together. A caching drafter feeds each path
+once, and one pass of the target over the union of all trees gives the distribution after every node.
+Shape key: U nodes of the union, N nodes of a tree, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ from engine.verify.forest import Forest
 from engine.verify.verdict import Verifier
 
 Path = tuple[int, ...]
-_MAX_UNION = 1500  # nodes of all trees of a point, shared paths counted once
+_MAX_UNION = 1500  # nodes of all trees of a point; a shared path counts once
 _CHUNK = 256
 _NAME = "lab"
 
 
 @dataclass(frozen=True)
-class Planting:
-    """A tree to grow at the point."""
+class TreeSpec:
+    """A tree to grow at a point."""
 
     expansion: Expansion
     verifier: str
@@ -45,22 +45,19 @@ class Planting:
 
 
 class Counterfactual:
-    """Both models over one text; the engine must be idle, and run nothing but what is asked for here."""
+    """Both models over one sequence. The engine must be idle, and run nothing else meanwhile."""
 
     def __init__(self, engine: Engine) -> None:
         if engine.drafter is None:
-            raise ValueError("a lab of trees needs a drafter")
+            raise ValueError("counterfactual trees need a drafter")
         self._engine = engine
         self._target, self._drafter, self._roots = engine.target, engine.drafter, engine.roots
         self._text: tuple[int, ...] = ()
 
-    def written(self, orders: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[tuple[int, ...]]:
-        """Return each prompt with the target's own continuation, all written side by side.
-
-        What is drafted for them is the engine's policy's choice.
-        """
-        texts = {f"text-{index}": list(prompt) for index, (prompt, _) in enumerate(orders)}
-        for name, (prompt, sampling) in zip(texts, orders, strict=True):
+    def generate(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[tuple[int, ...]]:
+        """Return each prompt with the target's own continuation, generated in one batch; the engine's policy chooses drafts."""
+        texts = {f"text-{index}": list(prompt) for index, (prompt, _) in enumerate(prompts)}
+        for name, (prompt, sampling) in zip(texts, prompts, strict=True):
             self._engine.add(Request(name, tuple(prompt), sampling, Speculation()))
         while self._engine.has_work:
             for event in self._engine.step().events:
@@ -68,7 +65,7 @@ class Counterfactual:
         return [tuple(text) for text in texts.values()]
 
     def load(self, text: Sequence[int]) -> None:
-        """Fill both caches with the text: its token i lies in slot i."""
+        """Fill both caches with a sequence: its token i is stored in slot i."""
         self._text = tuple(text)
         slots = range(len(text))
         for begin in range(0, len(text), _CHUNK):
@@ -109,45 +106,43 @@ class Counterfactual:
             )
         )
 
-    def row(self, point: int, planting: Planting, sampling: SamplingParams) -> Row:
-        """Return the row of a decoding step whose root is the text's token at `point`."""
-        behind = len(self._text)
-        slots = [*range(point + 1), *range(behind, behind + planting.expansion.num_draft_tokens)]
+    def row(self, point: int, spec: TreeSpec, sampling: SamplingParams) -> Row:
+        """Return the row of a decoding step whose root is the sequence's token at `point`."""
+        end = len(self._text)
+        slots = [*range(point + 1), *range(end, end + spec.expansion.num_draft_tokens)]
         root = self._text[point : point + 1]
-        return self._row(point, root, planting.expansion, sampling, planting.verifier, planting.seed, slots, point)
+        return self._row(point, root, spec.expansion, sampling, spec.verifier, spec.seed, slots, point)
 
-    def point(self, point: int, plantings: Sequence[Planting], sampling: SamplingParams, calibrations: Calibrations) -> "Point":
-        """Grow all trees after the text's token at `point` and ask the target for the law after every node."""
-        union = GrowingTree(self.row(point, Planting(Expansion(0, 1, 1, "beam", _MAX_UNION), "nss", 0), sampling))
-        rows = [self.row(point, planting, sampling) for planting in plantings]
+    def point(self, point: int, specs: Sequence[TreeSpec], sampling: SamplingParams, calibrations: Calibrations) -> "Point":
+        """Grow all trees after the sequence's token at `point`, and compute the target's distribution after every node."""
+        union = GrowingTree(self.row(point, TreeSpec(Expansion(0, 1, 1, "beam", _MAX_UNION), "nss", 0), sampling))
+        rows = [self.row(point, spec, sampling) for spec in specs]
         model = self._target.model
-        growth = grow(_Remembering(self._drafter, union), rows, model.vocab_size, model.device, calibrations)
+        growth = grow(_CachingDrafter(self._drafter, union), rows, model.vocab_size, model.device, calibrations)
         return self._judged(rows, growth, union, sampling)
 
     def nested(
-        self, point: int, expansions: Sequence[Expansion], plantings: Sequence[Planting], sampling: SamplingParams
+        self, point: int, expansions: Sequence[Expansion], specs: Sequence[TreeSpec], sampling: SamplingParams
     ) -> "NestedPoint":
-        """Grow trees that hold all of `expansions`, one for each planting, whose expansion names the family and its branches."""
-        union = GrowingTree(self.row(point, Planting(Expansion(0, 1, 1, "beam", _MAX_UNION), "nss", 0), sampling))
-        rows = [self.row(point, planting, sampling) for planting in plantings]
+        """Grow one tree for each spec that contains the trees of all `expansions`; the spec sets the family and its branches."""
+        union = GrowingTree(self.row(point, TreeSpec(Expansion(0, 1, 1, "beam", _MAX_UNION), "nss", 0), sampling))
+        rows = [self.row(point, spec, sampling) for spec in specs]
         strategies = [Nested(GrowingTree(row), expansions) for row in rows]
         model = self._target.model
-        growth = grow_by(strategies, _Remembering(self._drafter, union), rows, model.vocab_size, model.device)
-        return NestedPoint(self._judged(rows, growth, union, sampling), [one.truncations() for one in strategies])
+        growth = grow_by(strategies, _CachingDrafter(self._drafter, union), rows, model.vocab_size, model.device)
+        truncations = [strategy.truncations() for strategy in strategies]
+        return NestedPoint(self._judged(rows, growth, union, sampling), truncations)
 
     def _judged(self, rows: list[Row], growth: Growth, union: GrowingTree, sampling: SamplingParams) -> "Point":
-        """Ask the target for the law after every node of the trees."""
+        """Compute the target's distribution after every node of the trees."""
         nodes = [_add(union, tree) for tree in growth.forest.trees]
         logits_UV = self._target.forward(StepPlan(0, (union.row,)), [union.frozen()])
         return Point(rows, growth, nodes, _probs(union, logits_UV, sampling), logits_UV.argmax(-1).tolist())
 
-    def facts(self, point: int, planting: Planting, sampling: SamplingParams) -> RootFacts:
-        """Return what a policy could see of the root at `point` if the step before had ended one token before it.
-
-        That step grew the planting's tree and nothing of it was accepted.
-        """
+    def facts(self, point: int, spec: TreeSpec, sampling: SamplingParams) -> RootFacts:
+        """Return the features of the root at `point`, as if the step before had grown the spec's tree and accepted none of it."""
         self._roots.watch()
-        row = self.row(point - 1, planting, sampling)
+        row = self.row(point - 1, spec, sampling)
         model = self._target.model
         growth = grow(self._drafter, [row], model.vocab_size, model.device)
         logits_NV = self._target.forward(StepPlan(0, (row,)), growth.forest.trees)
@@ -159,7 +154,7 @@ class Counterfactual:
 
 @dataclass(frozen=True)
 class Point:
-    """All trees of a point, with the target's processed law (greedy: only its arg max) after each node of their union."""
+    """All trees of a point, with the target's processed distribution (greedy: its arg max) after each node of their union."""
 
     rows: list[Row]
     growth: Growth
@@ -168,7 +163,7 @@ class Point:
     best_U: list[int]
 
     def target_probs_NV(self, index: int) -> Tensor:
-        """Return the law after each node of a tree."""
+        """Return the target's distribution after each node of a tree."""
         assert self.probs_UV is not None
         return self.probs_UV[torch.tensor(self.nodes[index])]
 
@@ -177,8 +172,8 @@ class Point:
         return [self.best_U[node] for node in self.nodes[index]]
 
 
-class Brought(NamedTuple):
-    """What a tree brings: expected tokens (where the rule tells them, else what came), and how deep one judgement accepted it."""
+class TreeOutcome(NamedTuple):
+    """A tree's expected tokens, or accepted tokens if the rule has no expectation, and the accepted depth of one judgement."""
 
     tokens: float
     accepted_depth: int
@@ -186,24 +181,24 @@ class Brought(NamedTuple):
 
 @dataclass(frozen=True)
 class NestedPoint:
-    """Whole trees of a point, and for each the trees of all expansions that it holds."""
+    """Whole trees of a point, and for each the trees of all expansions that it contains."""
 
     whole: Point
     truncations: list[list[Truncation]]
 
     def forest(self, index: int) -> Forest:
-        """Return the truncations of a tree with the laws that their nodes were drawn from."""
+        """Return the truncations of a tree with the distributions from which their nodes were drawn."""
         growth, trees = self.whole.growth, self.truncations[index]
         rows = growth.forest.probs_rows[index]
         probs_rows = tuple(
-            tuple(rows[node] if drawn else None for node, drawn in zip(one.nodes, one.tree.draws, strict=True)) for one in trees
+            tuple(rows[node] if draws else None for node, draws in zip(cut.nodes, cut.tree.draws, strict=True)) for cut in trees
         )
-        return Forest(tuple(one.tree for one in trees), growth.forest.draft_probs_RV, probs_rows)
+        return Forest(tuple(cut.tree for cut in trees), growth.forest.draft_probs_RV, probs_rows)
 
-    def tokens(self, index: int, verifier: Verifier | None) -> list[Brought]:
-        """Return what each truncation of a tree brings; without a verifier, to a greedy row.
+    def tokens(self, index: int, verifier: Verifier | None) -> list[TreeOutcome]:
+        """Return the outcome of each truncation of a tree. No verifier: the row is greedy.
 
-        Where chance is not the verifier's own (greedy, coupled), all truncations follow one path, each as far as it goes.
+        Greedy and coupled verification draw nothing, so all truncations follow the same path, each as far as it contains it.
         """
         if verifier is None:
             path = judge_greedy([self.whole.growth.forest.trees[index]], self.whole.best_N(index))[0].path
@@ -212,21 +207,21 @@ class NestedPoint:
             path = verifier.judge(forest, self.whole.target_probs_NV(index), [key])[0].path
         else:
             return self._expected(index, verifier)
-        reaches = (sum(node in one.nodes for node in path) for one in self.truncations[index])
-        return [Brought(float(reach), reach - 1) for reach in reaches]
+        lengths = (sum(node in cut.nodes for node in path) for cut in self.truncations[index])
+        return [TreeOutcome(float(length), length - 1) for length in lengths]
 
-    def _expected(self, index: int, verifier: Verifier) -> list[Brought]:
-        forest, probs_NC = lumped(self.forest(index), self.whole.target_probs_NV(index), self.truncations[index])
+    def _expected(self, index: int, verifier: Verifier) -> list[TreeOutcome]:
+        forest, probs_NC = merge_undrafted(self.forest(index), self.whole.target_probs_NV(index), self.truncations[index])
         verdicts = verifier.judge(forest, probs_NC, [self.whole.rows[index].key] * len(forest.trees))
         assert all(verdict.expected_tokens is not None for verdict in verdicts)
-        return [Brought(verdict.expected_tokens or 0.0, len(verdict.path) - 1) for verdict in verdicts]
+        return [TreeOutcome(verdict.expected_tokens or 0.0, len(verdict.path) - 1) for verdict in verdicts]
 
 
-def lumped(forest: Forest, target_probs_MV: Tensor, truncations: Sequence[Truncation]) -> tuple[Forest, Tensor]:
-    """Return the forest over fewer tokens, and the target's law after each of its nodes: what no draft law knows is one token.
+def merge_undrafted(forest: Forest, target_probs_MV: Tensor, truncations: Sequence[Truncation]) -> tuple[Forest, Tensor]:
+    """Merge all tokens that no draft distribution contains into one. Return the forest and the target's distributions by node.
 
-    A rule treats tokens that cannot be drafted alike, each in proportion to its probability, so that masses stay what they are.
-    `target_laws_MV` is by node of the whole tree.
+    Rules treat undrafted tokens alike, each in proportion to its probability, so the results are the same.
+    `target_probs_MV` is by node of the whole tree.
     """
     is_known_V = (forest.draft_probs_RV > 0.0).any(0)
     known_C = is_known_V.nonzero()[:, 0]
@@ -235,7 +230,7 @@ def lumped(forest: Forest, target_probs_MV: Tensor, truncations: Sequence[Trunca
     drafted_RC = functional.pad(forest.draft_probs_RV.index_select(1, known_C), (0, 1))
     rest_M1 = target_probs_MV[:, ~is_known_V].sum(-1, keepdim=True)
     probs_MC = torch.cat([target_probs_MV.index_select(1, known_C), rest_M1], dim=-1)
-    nodes = torch.tensor([node for one in truncations for node in one.nodes])
+    nodes = torch.tensor([node for cut in truncations for node in cut.nodes])
     return Forest(trees, drafted_RC, forest.probs_rows), probs_MC[nodes]
 
 
@@ -259,8 +254,8 @@ def _child(union: GrowingTree, parent: int, token_id: int) -> int:
     return union.add(parent, token_id) if known is None else known
 
 
-class _Remembering:
-    """A drafter that is fed each path of the union once, whichever tree asks for it."""
+class _CachingDrafter:
+    """A drafter that feeds each path of the union once, even if several trees need it."""
 
     def __init__(self, drafter: Drafter, union: GrowingTree) -> None:
         self.name, self.feeding = drafter.name, drafter.feeding
@@ -271,20 +266,20 @@ class _Remembering:
         """Feed the root once."""
         own = [self._union.row] if rows else []
         self._note([ROOT], self._drafter.feed(own, [FrontierNode(self._union, ROOT, 1)]))
-        return self._recalled([ROOT] * len(roots))
+        return self._cached([ROOT] * len(roots))
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
-        """Feed what no tree has asked for before."""
-        nodes = [self._number(asked) for asked in frontier]
+        """Feed the nodes that are not cached."""
+        nodes = [self._number(entry) for entry in frontier]
         fresh = sorted({node for node in nodes if node not in self._logits})
         if fresh:
             self._note(fresh, self._drafter.extend([FrontierNode(self._union, node, 1) for node in fresh]))
-        return self._recalled(nodes)
+        return self._cached(nodes)
 
-    def _number(self, asked: FrontierNode) -> int:
+    def _number(self, entry: FrontierNode) -> int:
         node = ROOT
-        for step in asked.tree.path(asked.node)[1:]:
-            node = _child(self._union, node, asked.tree.token_ids[step])
+        for step in entry.tree.path(entry.node)[1:]:
+            node = _child(self._union, node, entry.tree.token_ids[step])
         return node
 
     def _note(self, nodes: Sequence[int], proposal: Proposal) -> None:
@@ -293,7 +288,7 @@ class _Remembering:
         for index, logits_V in zip(proposal.indices, proposal.logits_PV, strict=True):
             self._logits[nodes[index]] = logits_V
 
-    def _recalled(self, nodes: Sequence[int]) -> Proposal:
+    def _cached(self, nodes: Sequence[int]) -> Proposal:
         known = [(index, logits_V) for index, node in enumerate(nodes) if (logits_V := self._logits[node]) is not None]
         indices = tuple(index for index, _ in known)
         return Proposal(indices, torch.stack([logits_V for _, logits_V in known]) if known else torch.empty((0, 1)))

@@ -1,7 +1,7 @@
-"""A measuring rig over the engine's own models: times passes and steps of a chosen size, before any request comes.
+"""Times passes and steps of chosen sizes with the engine's own models, before any request arrives.
 
-Knows how to run such steps and how long they took; what follows from it is the selector's business. Runs in the engine's own
-caches, which hold nothing yet, and leaves nothing in them that anybody reads; its drafter must have no other memory that serves.
+It runs in the engine's own, still empty caches, and leaves nothing in them that a request reads. Its drafter must keep no other
+state that serves requests.
 """
 
 import os
@@ -25,14 +25,14 @@ from engine.native import library
 from engine.verify.dispatch import Judge
 from engine.verify.forest import Forest
 
-_NUM_CONTEXT_SLOTS = 64  # that hold keys; longer contexts read them again
+_NUM_CONTEXT_SLOTS = 64  # with keys; longer contexts read them repeatedly
 
 
 class StepTimer:
-    """Runs the target, the judge and whole steps at will. Valid while no engine over the same caches has work.
+    """Times the target, the judge and whole steps. Valid while no engine over the same caches has work.
 
-    `drafter` is what is to be measured: the model that drafts, where there is one, without the cached text beside it, which would
-    spare it its passes. `drafter_weights` names that model's weights.
+    `drafter` is the measured draft model, if any, without cached text, which would replace some of its passes.
+    `drafter_weights` names that model's weights.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class StepTimer:
 
     @property
     def limits(self) -> SchedulerConfig:
-        """What no step may exceed; the longest sequence is that of the models."""
+        """Limits of a step; the longest sequence is that of the models."""
         return replace(self._config, max_model_len=self._info.max_model_len)
 
     @property
     def facts(self) -> dict[str, str]:
-        """All that a time depends on: machine, threads, library, models, number format. Equal facts, like times."""
+        """All that times depend on: machine, threads, library, models, number format. Times with equal facts are comparable."""
         info = self._info
         return {
             "processor": _processor() if info.device == "cpu" else torch.cuda.get_device_name(info.device),
             "num_processors": str(os.cpu_count()),
             "num_threads": str(library.num_threads()),
             "torch": torch.__version__,
-            "passes": library.digest() if self._target.model.native is not None else self._target.way,
+            "passes": library.digest() if self._target.model.native is not None else self._target.method,
             "dtype": info.dtype,
             "target": self._target.model.module.config.to_json_string(),
             "drafter": self._drafter.name if self._drafter else "none",
@@ -70,11 +70,11 @@ class StepTimer:
 
     @property
     def fed_only_share(self) -> float:
-        """What a token costs the drafter that it is merely fed, as a share of one that it is asked about."""
+        """The drafter's cost of a fed token without logits, as a share of the cost of a token with logits."""
         return fed_only_share_of(self._drafter)
 
     def time_pass(self, size: PassSize) -> tuple[StepWork, float]:
-        """Return what a pass of that size runs, with its judgement, and its seconds."""
+        """Return the work of a pass of this size, and the seconds of the pass and its judgement."""
         self._write_context()
         rows = [self._row(index, size) for index in range(size.num_rows)]
         trees = tuple(_chain(size.num_nodes, row.certain_ids[0]) for row in rows)
@@ -90,9 +90,9 @@ class StepTimer:
         return StepWork(size.num_rows, size.num_tokens, num_drawn, size.num_rows * num_keys, num_scores, 0, 0, 0), seconds
 
     def run_steps(self, num_rows: int, num_prompt: int, expansions: Sequence[Expansion]) -> list[StepFeedback]:
-        """Return what real steps of so many greedy sequences cost, each with the next of the expansions for every sequence.
+        """Run real steps of greedy sequences, each with the next expansion for every sequence; return their costs.
 
-        The prompts are of one repeated token, so that whoever looks into the text finds something to draft.
+        Each prompt repeats one token, so that a drafter from cached text finds a draft.
         """
         script = _Script(expansions)
         engine = Engine(self._info, self._config, self._target, self._drafter, script)
@@ -101,11 +101,11 @@ class StepTimer:
         for row in range(num_rows):
             token_id = 3 + row % max(1, self._info.vocab_size - 3)
             engine.add(Request(f"rig-{row}", (token_id,) * num_prompt, sampling))
-        while engine.has_work and len(script.seen) < len(expansions):
+        while engine.has_work and len(script.feedback) < len(expansions):
             engine.step()
         for row in range(num_rows):
             engine.abort(f"rig-{row}")
-        return script.seen
+        return script.feedback
 
     def _row(self, index: int, size: PassSize) -> Row:
         own = range(_NUM_CONTEXT_SLOTS + index * size.num_nodes, _NUM_CONTEXT_SLOTS + (index + 1) * size.num_nodes)
@@ -128,7 +128,7 @@ class StepTimer:
         )
 
     def _write_context(self) -> None:
-        """Fill the slots that contexts read, once: what was never written could be anything, and slow for that."""
+        """Fill the slots that contexts read, once: unwritten memory could hold values that compute slowly."""
         if not self._has_context:
             self._has_context = True
             row = self._row(0, PassSize(1, _NUM_CONTEXT_SLOTS, 0))
@@ -141,12 +141,12 @@ class StepTimer:
 
 
 class _Script:
-    """A policy that reads its choices from a list, a step each, once every prompt is in; it keeps what it is told of them."""
+    """A policy that takes each step's choice from a list, once every prompt is computed, and keeps the feedback."""
 
     name = "script"
 
     def __init__(self, expansions: Sequence[Expansion]) -> None:
-        self.seen: list[StepFeedback] = []
+        self.feedback: list[StepFeedback] = []
         self._expansions = iter(expansions)
         self._is_script = False
 
@@ -157,11 +157,11 @@ class _Script:
 
     def observe(self, feedback: StepFeedback) -> None:
         if self._is_script:
-            self.seen.append(feedback)
+            self.feedback.append(feedback)
 
 
 def _chain(num_nodes: int, root_id: int) -> TokenTree:
-    """Return a chain of a token that is not the root's."""
+    """Return a chain of one repeated token."""
     return TokenTree.chain((root_id, *(1,) * (num_nodes - 1)))
 
 

@@ -1,7 +1,4 @@
-"""A few numbers between the host and the device: a crossing costs the same whatever its size, so they cross together.
-
-Knows nothing of what the numbers mean.
-"""
+"""Transfers of a few numbers between host and device. A transfer costs the same at any small size, so they are combined."""
 
 from array import array
 from collections.abc import Sequence
@@ -14,29 +11,29 @@ from torch import Tensor
 
 
 def as_longs(numbers: Sequence[int]) -> "array[int]":
-    """Return int64 numbers that lie side by side in the host's memory; such an array is returned as it is."""
+    """Return a contiguous int64 array in host memory; an argument that is one already is returned itself."""
     return numbers if isinstance(numbers, array) and numbers.typecode == "q" else array("q", numbers)
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
     """Return int64 numbers on the device."""
-    return _brought(torch.from_numpy(np.array(values, dtype=np.int64)), device)
+    return _to_device(torch.from_numpy(np.array(values, dtype=np.int64)), device)
 
 
 def floats(values: Sequence[float], device: torch.device) -> Tensor:
     """Return float64 numbers on the device."""
-    return _brought(torch.from_numpy(np.array(values, dtype=np.float64)), device)
+    return _to_device(torch.from_numpy(np.array(values, dtype=np.float64)), device)
 
 
 def integers_32(values: NDArray[np.int32], device: torch.device) -> Tensor:
     """Return int32 numbers on the device."""
-    return _brought(torch.from_numpy(values), device)
+    return _to_device(torch.from_numpy(values), device)
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
     """Return numbers [N, 1] of the dtype and on the device of another tensor."""
     numbers = torch.from_numpy(np.array(values, dtype=np.float64)[:, None]).to(like.dtype)
-    return _brought(numbers, like.device)
+    return _to_device(numbers, like.device)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
@@ -57,15 +54,15 @@ def arrays(values: Sequence[NDArray[np.int64]], device: torch.device) -> list[Te
     """Return arrays of integers on the device."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in values]
-    together = _brought(torch.from_numpy(np.concatenate([array.ravel() for array in values])), device)
+    together = _to_device(torch.from_numpy(np.concatenate([array.ravel() for array in values])), device)
     parts = together.split_with_sizes([array.size for array in values])
     return [part.view(array.shape) for part, array in zip(parts, values, strict=True)]
 
 
-def _brought(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host's on the device; where that is the host there is nothing to ask torch.
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor on the device, without a call of torch if the device is the host.
 
-    From pinned memory, for which a GPU's host need not wait.
+    A GPU copies from pinned memory, so that the host need not wait.
     """
     if device.type == "cpu":
         return tensor

@@ -1,7 +1,7 @@
-"""Memory of the host in huge pages, for what passes read from end to end: one of 2 MiB is looked up where 512 small ones were.
+"""Host memory in huge pages, for tensors that passes read from end to end: a page of 2 MiB replaces 512 small ones in the TLB.
 
-Linux gives them to memory that asks (transparent huge pages; `/sys/kernel/mm/transparent_hugepage/enabled` must not say `never`)
-and small pages where it has none left. What is written nowhere takes no memory.
+These are Linux's transparent huge pages: `/sys/kernel/mm/transparent_hugepage/enabled` must not be `never`. Without free huge
+pages Linux uses small ones. A page takes no memory before it is written.
 """
 
 import math
@@ -13,49 +13,49 @@ import torch
 from torch import Tensor
 
 _PAGE_BYTES = 2 << 20
-_ROOM_BYTES = 64 << 20  # of which small tensors take parts
-_ALIGNED_BYTES = 64  # a line of memory, and the widest vector
+_ARENA_BYTES = 64 << 20  # shared by small tensors
+_ALIGNED_BYTES = 64  # a cache line, and the widest vector
 
 
-class _Rooms:
-    """Gives away parts of a room, one after the other; a room is freed with the last tensor that lies in it."""
+class _Arena:
+    """Allocates small tensors in blocks of huge pages; a block is freed with its last tensor."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # models may be loaded side by side
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()  # several threads may load models
+        self._free = torch.empty(0, dtype=torch.uint8)
 
-    def part(self, num_bytes: int) -> Tensor:
-        """Return bytes of a room, of one of its own if they fill it."""
-        if num_bytes >= _ROOM_BYTES:
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return bytes of the current block; a large tensor gets its own block."""
+        if num_bytes >= _ARENA_BYTES:
             return _mapped(num_bytes)
         num_taken = -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         with self._lock:
-            if num_taken > len(self._room):
-                self._room = _mapped(_ROOM_BYTES)
-            taken, self._room = self._room[:num_bytes], self._room[num_taken:]
+            if num_taken > len(self._free):
+                self._free = _mapped(_ARENA_BYTES)
+            taken, self._free = self._free[:num_bytes], self._free[num_taken:]
         return taken
 
 
 def _mapped(num_bytes: int) -> Tensor:
-    """Return fresh bytes that begin a huge page."""
+    """Return new bytes that begin at a huge page."""
     memory = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel that was built without them
+    with suppress(OSError):  # a kernel built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map
     return whole[-whole.data_ptr() % _PAGE_BYTES :][:num_bytes]
 
 
-_rooms = _Rooms()
+_arena = _Arena()
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of the host's, in huge pages if it can be; what it holds is not told."""
+    """Return an uninitialised host tensor, in huge pages if possible."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    with torch.inference_mode(False):  # a room is for whoever comes next too, who may write to it outside of inference
-        return _rooms.part(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    with torch.inference_mode(False):  # later tensors of the same block may be written outside of inference mode
+        return _arena.allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor of the host's, laid out anew."""
+    """Return a contiguous copy of a host tensor."""
     return empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)

@@ -1,7 +1,7 @@
-"""Progress of long work on stderr: a bar that moves in a terminal, a plain line now and then in a log.
+"""Progress of long work on stderr: a moving bar in a terminal, plain lines in a log.
 
-Knows tqdm and whether stderr is a terminal. A log gets no control characters: a line at the beginning, one every ten seconds
-and one at the end. After `lines_to_logging` each is a record of `logging`, for logs whose lines have a form.
+A log gets no control characters: it gets a line at the beginning, one every ten seconds, and one at the end. After
+`lines_to_logging` each line is a record of `logging`.
 """
 
 import logging
@@ -15,20 +15,20 @@ from tqdm import tqdm
 _logger = logging.getLogger(__name__)
 _is_logged = False
 
-tqdm.monitor_interval = 0  # no thread that watches over bars: an engine measures its steps beside one
+tqdm.monitor_interval = 0  # no monitor thread: it would disturb measurements of an engine's steps
 
 LOG_INTERVAL_S = 10.0
 _LOG_LINE = "{desc}: {n_fmt} of {total_fmt} {unit} ({percentage:.0f}%), {elapsed} gone, {remaining} left{postfix}"
 
 
 class _Lines:
-    """A stream for tqdm that makes a line of each state of a bar."""
+    """A stream for tqdm that turns each state of a bar into a line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> None:
-        """Write what there is of a line, without the characters that move a cursor."""
+        """Write a line without cursor movements, unless it is empty."""
         line = text.replace("\r", "").strip()
         if line and _is_logged:
             _logger.info("%s", line)
@@ -68,7 +68,7 @@ def progress_bar(
 ) -> "tqdm[Any]":
     """Return a bar over `total` units of work, to iterate over or to update, and to close; `more` is tqdm's."""
     if is_terminal():
-        size = shutil.get_terminal_size()  # 80 x 24 where a terminal does not say
+        size = shutil.get_terminal_size()  # 80 x 24 if unknown
         more |= {"ncols": size.columns, "nrows": size.lines}
     else:
         more |= {"file": _Lines(sys.stderr), "mininterval": LOG_INTERVAL_S, "bar_format": _LOG_LINE}
@@ -76,8 +76,8 @@ def progress_bar(
 
 
 def quiet_libraries() -> None:
-    """Keep the bars of transformers out of a log, and give its lines the log's form."""
-    from transformers.utils import logging as theirs  # here, because it takes seconds
+    """Disable the bars of transformers in a log, and give its lines the log's form."""
+    from transformers.utils import logging as theirs  # slow to import
 
     if not is_terminal():
         theirs.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""What depends on a position alone, computed for as many positions as were needed so far. Knows nothing of what it is."""
+"""Tables of values that depend on the position alone, extended on demand."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -12,14 +12,14 @@ _FIRST = 1024  # positions
 
 
 class RotaryTable(Generic[T]):
-    """Makes anew for twice as many positions and more; what belongs to a position must not depend on how many there are."""
+    """Computes a table for all positions up to the next power of two. A position's values must not depend on the table's size."""
 
     def __init__(self, make: Callable[[Int[Tensor, " N"]], T], device: torch.device | str = "cpu") -> None:
         self._make, self._device = make, device
-        self._made: tuple[int, T] | None = None  # replaced as one: another thread may look
+        self._made: tuple[int, T] | None = None  # replaced in one assignment: other threads may read it
 
     def below(self, end: int) -> T:
-        """Return what was made for all positions below `end`, and perhaps more."""
+        """Return a table of at least all positions below `end`."""
         made = self._made
         if made is None or end > made[0]:
             count = max(_FIRST, 1 << (end - 1).bit_length())

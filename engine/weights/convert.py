@@ -1,8 +1,7 @@
-"""Turn one GGUF file into a folder that transformers loads in seconds. Run as a program, in a process of its own.
+"""Convert one GGUF file to a folder that transformers loads in seconds. Run as a program, in its own process.
 
-Knows transformers' GGUF loader and what it leaves undone: its result cannot be saved as it is, and it names one end token where a
-chat model has several. Knows no cache and no presets.
-A process of its own gives the memory of the conversion back, and keeps its output apart.
+It completes the result of transformers' GGUF loader, which cannot be saved as it is, and which has one end token where a chat
+model has several. The separate process returns the conversion's memory, and separates its output.
 """
 
 import re
@@ -19,10 +18,10 @@ from engine.weights.errors import WeightsError
 from engine.weights.gguf_tokenizer import load_tokenizer
 from engine.weights.presets import EXACT
 
-# What llama.cpp, too, takes for the end of a generation, where the vocabulary holds it.
+# Tokens that llama.cpp treats as ends of generation, if the vocabulary has them.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
 
-# GGML's types whose blocks gguf can widen.
+# GGML types that the gguf package can dequantise.
 TYPES = [
     "F32",
     "F16",
@@ -54,9 +53,9 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def convert(gguf: Path, folder: Path, weights: str = EXACT) -> None:
-    """Write the model (safetensors), configuration, end tokens and tokenizer of `gguf` into `folder`.
+    """Write the model (safetensors), configuration, end tokens and tokenizer of `gguf` to `folder`.
 
-    Weights are `exact`, the file's own numbers, or rounded to the format of this name.
+    `weights` is `exact`, for the file's own values, or the format to which they are rounded.
     """
     tokenizer = load_tokenizer(gguf)
     _refuse_unreadable(gguf)
@@ -67,13 +66,14 @@ def convert(gguf: Path, folder: Path, weights: str = EXACT) -> None:
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder, max_shard_size="2GB")
     formats = {parameter.dtype for parameter in model.parameters()}
-    model.config.dtype = formats.pop() if len(formats) == 1 else torch.float32  # of several formats the first would be named
+    # With several formats transformers would write the first one.
+    model.config.dtype = formats.pop() if len(formats) == 1 else torch.float32
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def end_token_ids(first: int | None, tokenizer: Any) -> list[int]:
-    """The declared end token, then every other special token of the vocabulary that ends a turn or a document."""
+    """Return the declared end token, then every other special token of the vocabulary that ends a turn or a document."""
     vocabulary = tokenizer.get_vocab()
     known = [vocabulary[token] for token in END_TOKENS if token in vocabulary]
     declared = [] if first is None else [first]
@@ -81,7 +81,7 @@ def end_token_ids(first: int | None, tokenizer: Any) -> list[int]:
 
 
 def _refuse_unreadable(gguf: Path) -> None:
-    """Raise WeightsError for tensors of a type that is not read, and for rotary frequencies that transformers leaves out."""
+    """Raise WeightsError for tensors of an unsupported type, and for scaled rotary frequencies, which transformers ignores."""
     try:
         reader = GGUFReader(gguf)
     except ValueError as error:
@@ -96,16 +96,16 @@ def _refuse_unreadable(gguf: Path) -> None:
     scaled += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_") and np.any(tensor.data != 1)]
     if scaled:
         raise WeightsError(
-            f"{scaled[0]} scales rotary frequencies, which is not read from GGUF files; use the model's own folder"
+            f"{scaled[0]} scales rotary frequencies, which is not supported in GGUF files; use the model's own folder"
         )
 
 
 def _refusal(what: str, kind: str) -> str:
-    return f"{what} is of the GGML type {kind}, which is not read; read are {', '.join(TYPES)}"
+    return f"{what} has the GGML type {kind}, which is not supported; supported types are {', '.join(TYPES)}"
 
 
 def _narrow(model: Any) -> None:
-    """Keep weights in half the bytes where that loses nothing: all in one format if one holds them all."""
+    """Store weights in 16 bits if that is exact: all in one format if possible, else each in its own."""
     fits = {parameter: [dtype for dtype in _NARROW if _holds(dtype, parameter)] for parameter in model.parameters()}
     common = [dtype for dtype in _NARROW if all(dtype in dtypes for dtypes in fits.values())]
     for parameter, dtypes in fits.items():
@@ -122,7 +122,7 @@ def _load_model(gguf: Path, dtype: torch.dtype) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, quantization_config=quantization, dtype=dtype, trust_remote_code=False
     )
-    # The weights are plain by now; what remembers the quantisation would make `save_pretrained` refuse.
+    # The weights are dequantised. `save_pretrained` would fail with traces of the quantisation.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -138,7 +138,7 @@ def _generation_config(config: Any, tokenizer: Any) -> GenerationConfig:
 
 
 def main(gguf: str, folder: str, weights: str = EXACT) -> int:
-    """Convert; on failure write the reason to stdout, in one line, for the process that asked."""
+    """Convert; on failure write the reason to stdout, in one line, for the parent process."""
     try:
         convert(Path(gguf), Path(folder), weights)
     except WeightsError as error:

@@ -2,7 +2,7 @@
 
 
 class WeightsError(Exception):
-    """Weights cannot be had. The message is one line that says what was tried and what to do."""
+    """Weights cannot be found, fetched or converted. The message is one line: what failed, and what to do."""
 
 
 class UnsupportedModel(Exception):

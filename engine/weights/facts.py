@@ -1,4 +1,4 @@
-"""What a model folder says of its model before any weight is read: sizes, positions, end tokens."""
+"""Facts of a model from its folder's configuration, without reading weights: sizes, positions, end tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +10,9 @@ from engine.weights.pretrained import load_config
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Sizes of a model. `vocab_size` counts rows of its output, which may be padded beyond its tokens.
+    """Sizes of a model. `vocab_size` counts rows of the output head, which may be padded beyond the tokens.
 
-    `max_positions` is None where the configuration names no limit.
+    `max_positions` is None if the configuration has no limit.
     """
 
     vocab_size: int
@@ -47,7 +47,7 @@ def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:
 
 
 def end_tokens(of_settings: int | list[int] | None, of_configuration: int | list[int] | None) -> tuple[int, ...]:
-    """Return the end tokens that the generation settings name, else those of the model's configuration; there may be none."""
+    """Return the end tokens of the generation settings, else those of the configuration; there may be none."""
     ids = of_configuration if of_settings is None else of_settings
     if ids is None:
         return ()

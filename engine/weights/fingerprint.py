@@ -1,6 +1,6 @@
-"""The fingerprint of a model: what a drafter that was made for it must find again; and of one file of weights.
+"""Fingerprints of a model and of a file of weights. A drafter is valid for a target with the fingerprint it was made for.
 
-Small enough for the metadata of a drafter's file, under `target_fingerprint` of its recipe. Knows files, no tensors.
+A fingerprint is small enough for the metadata of a drafter's file: `target_fingerprint` of its recipe.
 """
 
 import json
@@ -19,11 +19,11 @@ _SAMPLE_BYTES = 1024  # of every tensor
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Sizes of a model and digests of its vocabulary and of its weights.
+    """Sizes of a model, and digests of its vocabulary and weights.
 
-    `tokenizer` covers every token's string and id, `special_tokens` which of them are special; `num_tokens` counts them all,
-    `vocab_size` the rows of the output. `weights` changes with any training: it covers names, types and shapes of all tensors
-    and a kilobyte of each.
+    `tokenizer` covers every token's string and id, `special_tokens` the ids of special ones. `num_tokens` counts all tokens,
+    `vocab_size` the rows of the output head. `weights` changes with any training: it covers names, types and shapes of all
+    tensors, and a kilobyte of each.
     """
 
     tokenizer: str
@@ -40,7 +40,7 @@ class Fingerprint:
 
     @classmethod
     def from_text(cls, text: str) -> "Fingerprint":
-        """Read what `as_text` wrote; raise ValueError if it is something else."""
+        """Return the fingerprint of a text by `as_text`; raise ValueError for another text."""
         try:
             return cls(**json.loads(text))
         except TypeError as error:
@@ -62,7 +62,7 @@ def fingerprint(folder: Path) -> Fingerprint:
 
 
 def _weights_digest(folder: Path) -> str:
-    """Return a digest that does not depend on how the tensors lie in files."""
+    """Return a digest that does not depend on how tensors are distributed over files."""
     try:
         parts = sorted(part for path in folder.glob("*.safetensors") for part in _tensor_parts(path))
     except (OSError, ValueError, KeyError) as error:
@@ -71,14 +71,14 @@ def _weights_digest(folder: Path) -> str:
 
 
 def tensors_digest(path: Path) -> str:
-    """Return a digest of one safetensors file's tensors; raise OSError, ValueError or KeyError if it is none."""
+    """Return a digest of one safetensors file's tensors; raise OSError, ValueError or KeyError for another file."""
     return digest_of(sorted(_tensor_parts(path)))
 
 
 def _tensor_parts(path: Path) -> Iterator[bytes]:
-    """Yield a description and a sample, from the middle, of each tensor of a safetensors file.
+    """Yield a description of each tensor of a safetensors file, with a sample from its middle.
 
-    The file is an 8-byte length (little-endian), that many bytes of JSON, and the tensors, whose offsets count from there.
+    The file is an 8-byte length (little-endian), that many bytes of JSON, then the tensors; offsets begin at the tensors.
     """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

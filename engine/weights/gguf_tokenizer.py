@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file: a vocabulary, and the name of a rule by which text is split, which the file does not hold.
+"""The tokenizer of a GGUF file. The file has a vocabulary, and only the name of the rule that splits text.
 
-A wrong rule gives other tokens than the model was trained on, silently. So a rule is known here only if it gives the tokens of
-the model's own tokenizer for llama.cpp's test texts (tests/model/test_gguf_tokenizers.py). A file with another is refused.
+A wrong rule silently gives tokens that the model was not trained on. So a rule is supported only if it gives the tokens of the
+model's own tokenizer for llama.cpp's test texts (tests/model/test_gguf_tokenizers.py). A file with another rule is refused.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ _PHI3_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 class Splitting:
     """How a byte-level vocabulary splits text before it merges bytes.
 
-    `ignores_merges`: a piece that is a token is taken whole. `adds_bos` counts where a file leaves it open.
+    `ignores_merges`: a piece that is itself a token is not split further. `adds_bos` is the default of a file without it.
     """
 
     steps: tuple[Any, ...]
@@ -79,12 +79,12 @@ _SPLITTINGS = {
     ),
     "deepseek-coder": Splitting((*_isolated(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL), _DIGITS, _BYTES)),
 }
-# By tokenizer.ggml.model, what tokenizer.ggml.pre may be. SentencePiece does not split text first.
+# Supported values of tokenizer.ggml.pre, by tokenizer.ggml.model. SentencePiece does not split text first.
 _RULES: dict[str | None, tuple[str | None, ...]] = {"gpt2": tuple(_SPLITTINGS), "llama": (None, "default")}
 
 
 def load_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a file; raise WeightsError where it is not known to be the model's own."""
+    """Return the tokenizer of a file; raise WeightsError unless its rule is known to give the model's own tokens."""
     fields, _ = read_gguf_metadata(str(gguf), ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
     kind, rule = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind not in _RULES:
@@ -103,7 +103,7 @@ def _refusal(field: str, value: str | None, known: Iterable[str | None]) -> str:
 
 
 def _byte_level(fields: dict[str, Any], splitting: Splitting) -> PreTrainedTokenizerFast:
-    """Build a tokenizer that merges bytes. Tokens that the file marks are found in text whole, by the ids that the file has."""
+    """Build a tokenizer that merges bytes. Marked tokens of the file are matched in text before it is split."""
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
@@ -125,10 +125,10 @@ def _byte_level(fields: dict[str, Any], splitting: Splitting) -> PreTrainedToken
 
 
 def _sentencepiece(gguf: Path, fields: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """Have transformers build a tokenizer that merges characters, and mend it.
+    """Let transformers build a tokenizer that merges characters, and correct it.
 
-    A space goes before every text, also before one that begins with a space.
-    Phi-3's special tokens take the whitespace behind them.
+    A space is put before every text, even if the text begins with a space.
+    Phi-3's special tokens include the whitespace after them.
     """
     for name in ("precompiled_charsmap", "remove_extra_whitespaces"):
         if fields.get(f"tokenizer.ggml.{name}"):

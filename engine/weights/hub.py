@@ -1,4 +1,4 @@
-"""Hub ids: `org/name` or `org/name@revision`, kept in the usual Hugging Face cache, which works without a network too."""
+"""Hub ids, `org/name` or `org/name@revision`. Models are stored in the usual Hugging Face cache, which also works offline."""
 
 import re
 from pathlib import Path
@@ -10,12 +10,12 @@ _FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]  # no pickle
 
 
 def is_hub_id(reference: str) -> bool:
-    """Whether a reference has the shape of a hub id; paths that begin with `.`, `/` or `~` do not."""
+    """Return whether a reference has the form of a hub id; paths that begin with `.`, `/` or `~` do not."""
     return not reference.startswith((".", "/", "~")) and _HUB_ID.fullmatch(reference) is not None
 
 
 def snapshot(reference: str) -> Path:
-    """The local folder of a hub id, downloaded where needed; raise WeightsError where the hub and its cache lack it."""
+    """Return the local folder of a hub id, downloaded if needed; raise WeightsError if neither the hub nor the cache has it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

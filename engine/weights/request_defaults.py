@@ -1,7 +1,7 @@
-"""What a model's `generation_config.json` sets for requests that leave a parameter open.
+"""Default parameters of requests, from a model's `generation_config.json`.
 
-Read as vLLM reads it: only what the file names counts. `transformers.generate` also samples from the 50 likeliest tokens where a
-file names no `top_k`; a request that leaves `top_k` open samples from all.
+As in vLLM, only values in the file count. Without `top_k` in the file a request samples from all tokens by default, while
+`transformers.generate` samples from the 50 likeliest.
 """
 
 import json
@@ -52,7 +52,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], float | int]]] = {
 
 
 def read_request_defaults(folder: Path) -> RequestDefaults:
-    """Return the defaults that a model folder sets and log them; what makes no distribution is left out, with a warning."""
+    """Return and log the defaults of a model folder. Values that give no distribution are ignored, with a warning."""
     path = folder / FILE_NAME
     if not path.is_file():
         return RequestDefaults()
@@ -66,17 +66,17 @@ def read_request_defaults(folder: Path) -> RequestDefaults:
         if not isinstance(settings, dict) or settings.get(name) is None:
             continue
         try:
-            found |= {field: _lawful(field, read(settings[name]))}
+            found |= {field: _valid(field, read(settings[name]))}
         except (ValueError, OverflowError) as error:
-            _logger.warning("%s: %s is left out: %s", path, name, error)
+            _logger.warning("%s: %s is ignored: %s", path, name, error)
     defaults = RequestDefaults(**found)
     if found:
-        told = ", ".join(f"{field} {value:g}" for field, value in asdict(defaults).items() if value is not None)
-        _logger.info("defaults of requests, from %s: %s", FILE_NAME, told)
+        listed = ", ".join(f"{field} {value:g}" for field, value in asdict(defaults).items() if value is not None)
+        _logger.info("defaults of requests, from %s: %s", FILE_NAME, listed)
     return defaults
 
 
-def _lawful(field: str, value: Any) -> Any:
-    """Return the value; raise NoLaw, a ValueError, if no request could have it."""
+def _valid(field: str, value: Any) -> Any:
+    """Return the value; raise ValueError if no request could have it."""
     require_probs(SamplingParams(**{field: value}), 1, ())
     return value

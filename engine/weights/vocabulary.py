@@ -1,6 +1,6 @@
-"""The vocabulary of a model folder: which string each token id stands for, and which tokens are special.
+"""The vocabulary of a model folder: the string of each token id, and the special tokens.
 
-Reads the tokenizer's files as text: a tokenizer that is only to be compared is never built. Knows no weights.
+It parses the tokenizer's files, because a comparison needs no working tokenizer.
 """
 
 import hashlib
@@ -13,15 +13,15 @@ from typing import Any
 from engine.weights.errors import WeightsError
 from engine.weights.pretrained import load_tokenizer
 
-# What decides how text is split, besides the vocabulary: `tokenizer.json` keeps each under this name.
+# Parts of `tokenizer.json` that decide how text is split, besides the vocabulary.
 _SPLITTING = ("normalizer", "pre_tokenizer")
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Strings by token id, and the ids of special tokens. `splitting` is a digest of how text becomes these tokens.
+    """Strings by token id, and the ids of special tokens. `splitting` is a digest of the rules that split text into tokens.
 
-    Names that only pad a vocabulary to a round size (`[PAD151700]`, as GGUF files have them) are left out.
+    Strings that only pad a vocabulary to a round size, such as `[PAD151700]` in GGUF files, are left out.
     """
 
     tokens: Mapping[int, str]
@@ -35,7 +35,7 @@ class Vocabulary:
 
     @property
     def special_digest(self) -> str:
-        """Sixteen characters that change when another token is special."""
+        """Sixteen characters that change with the set of special tokens."""
         return digest_of(f"{token_id}\n".encode() for token_id in sorted(self.special_ids))
 
 
@@ -71,14 +71,14 @@ def _tokenizer_json(folder: Path) -> dict[str, Any]:
 
 
 def _tokens(vocab: Any) -> dict[int, str]:
-    """Return strings by id: most models map strings to ids, Unigram lists them with their scores."""
+    """Return strings by id. Most models map strings to ids; Unigram lists strings with scores."""
     if isinstance(vocab, list):
         return {token_id: token for token_id, (token, _) in enumerate(vocab)}
     return {token_id: token for token, token_id in vocab.items()}
 
 
 def _added_by_configuration(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the tokens that transformers adds to those of tokenizer.json."""
+    """Return the tokens of tokenizer_config.json, which transformers adds to those of tokenizer.json."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
@@ -86,7 +86,7 @@ def _added_by_configuration(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _splitting(content: Mapping[str, Any]) -> list[Any]:
-    """Return what splits text. Merges are pairs in new files and `first second` in old ones; Unigram splits by its scores."""
+    """Return the rules that split text. Merges are pairs in new files, `first second` in old ones; Unigram splits by scores."""
     model = content["model"]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
     scores = model["vocab"] if isinstance(model["vocab"], list) else None

@@ -34,13 +34,13 @@ def add_fit_lens_command(commands: "argparse._SubParsersAction[argparse.Argument
 def _fit_lens(parsed: argparse.Namespace) -> int:
     import torch  # here, so that the other commands need not wait for it
 
-    from engine.distill.early_exit_lens import evaluate_lens, fit_lens, written_texts
+    from engine.distill.early_exit_lens import evaluate_lens, fit_lens, generated_texts
     from engine.model.causal_lm import load_model
 
     torch.set_num_threads(parsed.threads)
     folder = resolve(parsed.target).folder
     model = load_model(folder, "float32", torch.device("cpu"), "packed")
-    texts = written_texts(model, _prompts(parsed.prompts, folder), parsed.max_tokens, parsed.seed)
+    texts = generated_texts(model, _prompts(parsed.prompts, folder), parsed.max_tokens, parsed.seed)
     fitted = [text for index, text in enumerate(texts) if index % _HELD_OUT]
     recipe = {
         "target": parsed.target,

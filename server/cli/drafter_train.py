@@ -224,7 +224,7 @@ def _made_with(parsed: argparse.Namespace, target: str, layers: Sequence[int]) -
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
-    from engine.distill.corpus import write_texts
+    from engine.distill.corpus import generate_texts
     from engine.distill.evaluation import evaluate
     from engine.draft.models.compatibility import UnreadableDrafter
     from engine.model.linears import weight_of
@@ -242,7 +242,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     embeddings, output = model.module.get_input_embeddings().weight, weight_of(model.module.get_output_embeddings())
     for kind, messages in prompts.items():
         chats = dict(enumerate(_as_chats(folder, messages)))
-        texts = list(write_texts(model, head.shape.feature_layers, chats, parsed.max_tokens, parsed.seed, len(chats)))
+        texts = list(generate_texts(model, head.shape.feature_layers, chats, parsed.max_tokens, parsed.seed, len(chats)))
         reports = evaluate(head.to(model.device), embeddings, output, texts, parsed.steps, share=1.0)
         sys.stdout.write(json.dumps({"kind": kind, "depths": [asdict(report) for report in reports]}) + "\n")
     return 0

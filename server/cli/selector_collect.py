@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.core.policy import SequenceView
     from engine.core.types import SamplingParams
     from engine.engine import Engine
-    from engine.profiling.counterfactual import Brought, NestedPoint
+    from engine.profiling.counterfactual import NestedPoint, TreeOutcome
     from engine.verify.verdict import Verifier
     from selector.acceptance import CountedAcceptance
     from selector.menu import Menu
@@ -201,7 +201,7 @@ class Collector:
         from selector.network.examples import Examples
 
         ways = [SamplingParams(one, max_tokens=self._design.max_tokens, seed=self._seed) for one in self._design.temperatures]
-        texts = iter(self._lab.written([(prompt, sampling) for _, prompt in prompts.values() for sampling in ways]))
+        texts = iter(self._lab.generate([(prompt, sampling) for _, prompt in prompts.values() for sampling in ways]))
         for name, (kind, prompt) in prompts.items():
             parts = [
                 example
@@ -226,7 +226,7 @@ class Collector:
         """Return one example, and let the counting learn from its trees."""
         import numpy as np
 
-        from engine.profiling.counterfactual import Planting
+        from engine.profiling.counterfactual import TreeSpec
         from selector.network.examples import Examples
         from selector.network.features import features_of
 
@@ -234,10 +234,10 @@ class Collector:
         view = _view(name, point, num_prompt, sampling, verifier, self._design.max_tokens)
         counting = self._counting[rule]
         counted = counting.estimate([view])
-        chain = Planting(self._menu.entries[1], verifier, next(self._seeds))
+        chain = TreeSpec(self._menu.entries[1], verifier, next(self._seeds))
         features = features_of([view], self._lab.facts(point, chain, sampling), counted.tokens, self._menu)
         num_trees = 1 if sampling.is_greedy else self._design.num_trees
-        plantings = [Planting(self._whole, verifier, next(self._seeds)) for _ in range(num_trees)]
+        plantings = [TreeSpec(self._whole, verifier, next(self._seeds)) for _ in range(num_trees)]
         whole = self._lab.nested(point, self._menu.entries, plantings, sampling)
         brought = [whole.tokens(index, self._verifiers.get(rule)) for index in range(num_trees)]
         self._count(counting, name, whole, brought)
@@ -256,7 +256,7 @@ class Collector:
         )
 
     def _count(
-        self, counting: "CountedAcceptance", name: str, whole: "NestedPoint", brought: "Sequence[Sequence[Brought]]"
+        self, counting: "CountedAcceptance", name: str, whole: "NestedPoint", brought: "Sequence[Sequence[TreeOutcome]]"
     ) -> None:
         """Tell what some steps would have told since the root before: the longest chain and the widest tree in turn."""
         from engine.core.policy import DraftOutcome

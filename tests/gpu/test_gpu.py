@@ -7,8 +7,8 @@ from engine.core.policy import FixedExpansion
 from engine.core.rng_keys import Stream, stream_key
 from engine.core.tree import Expansion
 from engine.core.types import SamplingParams
-from engine.distill.generation.generate import write
-from engine.distill.generation.jobs import Order
+from engine.distill.generation.generate import generate
+from engine.distill.generation.jobs import GenerationJob
 from engine.draft.text.text_cache import TextCache
 from engine.draft.text.text_drafter import TextDrafter
 from engine.model.causal_lm import adopt
@@ -54,9 +54,9 @@ def engine_on(device: torch.device, family: str, drafter: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_written_by_graphs_are_the_cpus(family, max_tokens):
     """In batches of which the last is not full, greedy and drawn."""
-    orders = {name: Order(LONG[: 3 + 2 * name], float(name % 2), 100 + name, max_tokens) for name in range(5)}
+    orders = {name: GenerationJob(LONG[: 3 + 2 * name], float(name % 2), 100 + name, max_tokens) for name in range(5)}
     on_gpu, on_cpu = (
-        {text.name: text for text in write(adopt(tiny_module(family), device), orders, 3, (1, 3))}
+        {text.name: text for text in generate(adopt(tiny_module(family), device), orders, 3, (1, 3))}
         for device in (CUDA, torch.device("cpu"))
     )
     assert {name: text.ids for name, text in on_gpu.items()} == {name: text.ids for name, text in on_cpu.items()}

@@ -13,7 +13,7 @@ from torch import nn
 from engine.model.causal_lm import adopt
 from engine.model.linears import NATIVE
 from engine.native import library
-from engine.native.compact import BLOCK, GROUP, compact_packed, compact_unpacked, compacted
+from engine.native.compact import BLOCK, GROUP, compact_packed, compact_unpacked, compact_weights
 from engine.native.linear import NativeLinear
 from engine.testing import tiny_module
 from tests.model.native import needs_library
@@ -80,7 +80,7 @@ def error(weight_OI: torch.Tensor, held_OI: torch.Tensor) -> float:
 def test_the_codes_of_a_file_are_found(kind, seed, dtype):
     """In numbers rounded to bfloat16, as the presets' are, and in the file's own."""
     weight_OI = of_file(kind, 70, 512, seed, dtype)
-    compact = compacted(weight_OI)
+    compact = compact_weights(weight_OI)
     assert compact.bits == {**ROUNDED, **SUPERBLOCKS}[kind]
     assert error(weight_OI, compact.dense()) < 2 / 256
 
@@ -91,7 +91,7 @@ def test_in_a_group_a_few_equal_numbers_are_a_grid_too():
     weight_OI[4, 32:64] = -0.75
     weight_OI[5, :32] = torch.tensor([0.0, 0.5]).repeat(16)
     weight_OI[6] = 0.0
-    compact = compacted(weight_OI)
+    compact = compact_weights(weight_OI)
     assert compact.bits == 4
     held_OI = compact.dense()
     assert not held_OI[3, :32].any()
@@ -103,17 +103,17 @@ def test_in_a_group_a_few_equal_numbers_are_a_grid_too():
 def test_one_weight_that_is_not_on_the_grid_is_seen(bits):
     """In the last of many outputs, too."""
     weight_OI = random(bits, 1500, 256)
-    assert compacted(weight_OI).bits == bits
+    assert compact_weights(weight_OI).bits == bits
     group = weight_OI[-1, : GROUP if bits == 4 else GROUP // 2]
     group[5] += 0.4 * float(group.amax() - group.amin()) / ((1 << bits) - 1)  # about half a step
-    assert compacted(weight_OI).bits == 8
+    assert compact_weights(weight_OI).bits == 8
 
 
 def test_the_largest_number_on_both_sides_of_0_is_none_of_32_steps():
     """Codes are -32 to 31: of the sizes that fit -x, 0 and x, one with a code for x is taken."""
     weight_OI = random(6, 64, 256)
     weight_OI[3, :16] = torch.tensor([0.75, -0.75, 0.0, 0.375]).repeat(4)
-    compact = compacted(weight_OI)
+    compact = compact_weights(weight_OI)
     assert compact.bits == 6
     assert error(weight_OI, compact.dense()) < 2 / 256
 
@@ -121,7 +121,7 @@ def test_the_largest_number_on_both_sides_of_0_is_none_of_32_steps():
 @given(st.integers(8, 70), st.integers(64, 140), st.integers(0, 9), st.sampled_from([1e-6, 1.0, 1e6]))
 def test_weights_on_no_grid_are_rounded_to_8_bits_by_their_group(num_outputs, num_inputs, seed, size):
     weight_OI = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(seed)) * size
-    held_OI = compacted(weight_OI).dense()[:, :num_inputs]
+    held_OI = compact_weights(weight_OI).dense()[:, :num_inputs]
     assert error(weight_OI, held_OI) <= 0.5001 / 127
 
 
@@ -131,7 +131,7 @@ def test_weights_on_no_grid_are_rounded_to_8_bits_by_their_group(num_outputs, nu
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", [(1, 32), (64, 32), (70, 576), (129, 96), (40, 37)])
 def test_what_is_packed_is_unpacked(bits, shape):
-    compact = compacted(random(bits, *shape))
+    compact = compact_weights(random(bits, *shape))
     assert compact.bits == bits
     packed = compact_packed(compact)
     assert packed.shape[:2] == (-(-shape[0] // BLOCK), -(-shape[1] // GROUP))
@@ -145,7 +145,7 @@ def test_what_is_packed_is_unpacked(bits, shape):
 @pytest.mark.parametrize(("output", "place"), [(0, 0), (17, 6), (70, 45), (101, 63)])
 def test_a_code_lies_in_its_quads_line(bits, output, place):
     """As `compact.h` says: the four lines of a quad together, one of 16 outputs each, four inputs of an output side by side."""
-    compact = compacted(random(bits, 128, 64))
+    compact = compact_weights(random(bits, 128, 64))
     record = compact_packed(compact)[output // BLOCK, place // GROUP].view(-1, 64)
     column, quad, byte = output % BLOCK // 16, place % GROUP // 4, 4 * (output % 16) + place % 4
     code = int(compact.codes_OI[output, place])

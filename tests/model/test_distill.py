@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.distill.chains import chain_states
-from engine.distill.corpus import TEMPERATURES, Corpus, OtherTexts, Text, collect, write_texts
+from engine.distill.corpus import TEMPERATURES, Corpus, OtherTexts, Text, collect, generate_texts
 from engine.distill.distil import is_held_out, shape_for
 from engine.distill.evaluation import evaluate
 from engine.distill.loss import distillation_loss, teacher_probs
@@ -362,7 +362,7 @@ def test_known_tokens_stay_and_others_are_added_by_how_often_they_come() -> None
 def test_a_target_that_does_more_to_its_logits_is_refused() -> None:
     module = tiny_module()
     require_plain_output(adopt(module, torch.device("cpu"), "packed"))
-    assert len(list(write_texts(tiny_model(), LAYERS, {0: [5]}, 3, 1, 1))) == 1
+    assert len(list(generate_texts(tiny_model(), LAYERS, {0: [5]}, 3, 1, 1))) == 1
     module.lm_head = nn.Linear(32, 61)
     with pytest.raises(UnsupportedModel, match="a head cannot be made"):
         require_plain_output(adopt(module, torch.device("cpu")))

@@ -56,7 +56,7 @@ def flags_at(address: int) -> list[str]:
 
 def test_a_room_that_was_made_in_inference_may_be_written_outside_of_it():
     with torch.inference_mode():
-        huge_pages.empty((huge_pages._ROOM_BYTES - 64,), torch.uint8).zero_()
+        huge_pages.empty((huge_pages._ARENA_BYTES - 64,), torch.uint8).zero_()
         pool = huge_pages.empty((3, 5), torch.float32)
     for tensor in (pool, huge_pages.empty((3, 5), torch.float32)):
         assert not tensor.is_inference()

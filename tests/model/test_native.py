@@ -243,7 +243,7 @@ def test_the_audit_s_reference_has_the_same_bits(precision):
 @pytest.mark.parametrize("num_tokens", [1, 7, 200])
 def test_a_pass_tells_of_its_logits_what_reading_them_does(num_threads, num_tokens, monkeypatch):
     """Of equals that lie in different blocks the first, and no number where a text has one."""
-    monkeypatch.setattr(library, "_taken", num_threads)
+    monkeypatch.setattr(library, "_num_threads", num_threads)
     target = with_equal_outputs()
     for _ in range(8):
         logits_NV = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
@@ -279,7 +279,7 @@ def test_threads_change_no_bit(precision, monkeypatch):
     target = adopt(tiny_module("gemma3", **WIDE), CPU, NATIVE, precision)
 
     def logits_of(num_threads: int, num_tokens: int, rows: Sequence[int]) -> torch.Tensor:
-        monkeypatch.setattr(library, "_taken", num_threads)
+        monkeypatch.setattr(library, "_num_threads", num_threads)
         return target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.tensor(rows))
 
     for num_tokens, rows in ((1, range(1)), (2, range(2)), (7, range(7)), (7, [6]), (200, range(200)), (200, [3, 4, 60, 199])):
@@ -289,7 +289,7 @@ def test_threads_change_no_bit(precision, monkeypatch):
 
 def test_passes_side_by_side_have_their_own_rows(monkeypatch):
     """Of one model and of two, each long enough to meet the others; one at a time has the helpers."""
-    monkeypatch.setattr(library, "_taken", 2)
+    monkeypatch.setattr(library, "_num_threads", 2)
     models = [adopt(tiny_module(family, **WIDE), CPU, NATIVE, "int8") for family in ("llama", "gemma3")]
 
     def logits_of(place: int) -> torch.Tensor:

@@ -88,11 +88,11 @@ def with_capped_scores() -> PreTrainedModel:
 
 
 UNKNOWN = {
-    other_family: "OlmoDecoderLayer.* is not a part that is known",
-    with_activation: "GELU is not a part",
-    with_norm: "LayerNorm is not a part",
+    other_family: "OlmoDecoderLayer.* is not a known part",
+    with_activation: "GELU is not a known part",
+    with_norm: "LayerNorm is not a known part",
     with_rotation: "rotary embeddings of type dynamic are not known",
-    with_odd_heads: "heads of 7 numbers",
+    with_odd_heads: "the head size 7 is odd",
     with_capped_scores: "final_logit_softcapping is not known",
 }
 
@@ -108,7 +108,7 @@ def test_what_is_not_known_is_named_before_anything_is_changed(make, why):
 
 def test_what_is_no_decoder_is_named():
     body = tiny_module("llama").model
-    with pytest.raises(UnknownDecoder, match="LlamaModel has not the parts of a decoder"):
+    with pytest.raises(UnknownDecoder, match="LlamaModel lacks the parts of a decoder"):
         refuse_by_structure(body)
 
 
@@ -135,7 +135,7 @@ def test_unknown_ones_are_run_by_transformers_but_where_weights_are_integers(mak
 def test_integers_without_the_library_are_refused(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tiny_module("qwen2").save_pretrained(tmp_path)
     monkeypatch.setattr(library, "is_available", lambda: False)
-    with pytest.raises(UnsupportedModel, match=f"{precision} needs our library"):
+    with pytest.raises(UnsupportedModel, match=f"{precision} needs the compiled library"):
         load_model(tmp_path, precision, CPU, fastest_linears(CPU))
     assert load_model(tmp_path, "float32", CPU, fastest_linears(CPU)).native is None
 

@@ -11,7 +11,7 @@ from engine.draft.trees.nested import Nested
 from engine.draft.trees.sampling import ChildCandidates
 from engine.draft.trees.strategies import Delayed
 from engine.profiling import counterfactual as lab_module
-from engine.profiling.counterfactual import Counterfactual, NestedPoint, Planting
+from engine.profiling.counterfactual import Counterfactual, NestedPoint, TreeSpec
 from engine.verify.rules import create_verifier
 from tests.model.heads import head_engine, learnt_head
 from tests.model.rows import decoding_row
@@ -25,7 +25,7 @@ def nested_point(family: TreeName = "delayed", sampling: SamplingParams = SAMPLI
     laboratory = Counterfactual(head_engine(learnt_head()))
     laboratory.load(TEXT)
     expansions = [Expansion(*shape, "delayed" if shape[1] == 1 else family) for shape in SHAPES]
-    plantings = [Planting(Expansion(0, 3, 3, family), verifier, seed) for seed in (5, 6)]
+    plantings = [TreeSpec(Expansion(0, 3, 3, family), verifier, seed) for seed in (5, 6)]
     return laboratory.nested(17, expansions, plantings, sampling)
 
 
@@ -82,14 +82,14 @@ def test_lumping_tokens_that_no_draft_knows_changes_no_expectation(family):
 
 def test_leaving_the_unknown_tokens_out_would_show(monkeypatch):
     """The mutation of the test before: probability of tokens that no draft knows is lost."""
-    whole = lab_module.lumped
+    whole = lab_module.merge_undrafted
 
     def without_rest(*args):
         forest, probs_NC = whole(*args)
         probs_NC[:, -1] = 0.0
         return forest, probs_NC / probs_NC.sum(-1, keepdim=True)
 
-    monkeypatch.setattr(lab_module, "lumped", without_rest)
+    monkeypatch.setattr(lab_module, "merge_undrafted", without_rest)
     with pytest.raises(AssertionError):
         test_lumping_tokens_that_no_draft_knows_changes_no_expectation("delayed_distinct")
 

@@ -58,10 +58,10 @@ def test_without_graphs_passes_are_padded_alike():
     steps = static_steps(CONFIG, engine.target.model)
     assert steps is not None
     assert isinstance(steps.recorder, Unrecorded)
-    assert engine.target.way == "torch's"
+    assert engine.target.method == "torch's"
     prepared = record(steps, LIMITS, engine.target, engine.drafter)
     assert len(prepared) == 2
-    assert engine.target.way == "torch's, padded, no graphs"  # times that are kept are of one way
+    assert engine.target.method == "torch's, padded, no graphs"  # stored times are of one method
     for passes in prepared:
         passes.prepare()
     plain = tiny_engine(adopt(tiny_module(), CPU), adopt(tiny_module(), CPU), config=LIMITS)
@@ -131,7 +131,7 @@ def test_observers_come_before_what_they_are_told_is_recorded():
     steps = static_steps(CONFIG, engine.target.model)
     assert steps is not None
     record(steps, LIMITS, engine.target, engine.drafter)
-    with pytest.raises(RuntimeError, match="observers come first"):
+    with pytest.raises(RuntimeError, match="add observers before recording"):
         engine.target.report_to(HeadDrafter("head", random_head(), engine.target.model, LIMITS.num_slots))
 
 

@@ -16,7 +16,7 @@ from engine.core.verifier_table import is_exact
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import grow
 from engine.profiling import counterfactual as lab_module
-from engine.profiling.counterfactual import Counterfactual, Planting
+from engine.profiling.counterfactual import Counterfactual, TreeSpec
 from engine.testing import tiny_engine
 from tests.model.distributions import probs_of
 from tests.model.passes import CPU
@@ -25,10 +25,10 @@ from tests.model.tiny import own_logits, pair
 TEXT = tuple(5 + (7 * i) % 40 for i in range(30))
 SAMPLING = SamplingParams(temperature=1.2, top_k=20)
 PLANTINGS = [
-    Planting(Expansion(2, 2, 2), "traversal", 1),
-    Planting(Expansion(0, 3, 4, "heap", 9), "traversal", 2),
-    Planting(Expansion(0, 3, 4, "greedy_sample", 8), "univer", 3),
-    Planting(Expansion(0, 3, 4, "noise_aware", 8), "coupled", 4),
+    TreeSpec(Expansion(2, 2, 2), "traversal", 1),
+    TreeSpec(Expansion(0, 3, 4, "heap", 9), "traversal", 2),
+    TreeSpec(Expansion(0, 3, 4, "greedy_sample", 8), "univer", 3),
+    TreeSpec(Expansion(0, 3, 4, "noise_aware", 8), "coupled", 4),
 ]
 POINT = 17
 

@@ -89,7 +89,7 @@ def test_other_types_are_refused_by_name(tmp_path, kind):
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_model("llama", is_tied=True, width=256), "llama", "smollm", Type.F32)
     _change_type(path, "blk.1.ffn_up.weight", kind)
-    with pytest.raises(WeightsError, match=rf"blk\.1\.ffn_up\.weight is of the GGML type {kind.name}, which is not read"):
+    with pytest.raises(WeightsError, match=rf"blk\.1\.ffn_up\.weight has the GGML type {kind.name}, which is not supported"):
         convert.convert(path, tmp_path / "out")
 
 
@@ -98,7 +98,7 @@ def test_an_unknown_type_is_refused_by_number(tmp_path, number):
     write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=True), "llama", "smollm", Type.F32)
     _change_type(tmp_path / "tiny.gguf", "blk.1.ffn_up.weight", number)
     with pytest.raises(
-        WeightsError, match=f"cannot convert .*a tensor is of the GGML type {number}, which is not read"
+        WeightsError, match=f"cannot convert .*a tensor has the GGML type {number}, which is not supported"
     ) as raised:
         resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=False)
     assert "\n" not in str(raised.value)
@@ -115,7 +115,7 @@ def test_an_unknown_type_is_refused_by_number(tmp_path, number):
 def test_scaled_rotary_frequencies_are_refused(tmp_path, fields, name):
     """transformers leaves them out of what it reads of Llama's files, so that Llama 3.1's, say, became another model."""
     _write_with_frequencies(tmp_path / "tiny.gguf", **fields)
-    with pytest.raises(WeightsError, match=f"{name} scales rotary frequencies, which is not read"):
+    with pytest.raises(WeightsError, match=f"{name} scales rotary frequencies, which is not supported"):
         convert.convert(tmp_path / "tiny.gguf", tmp_path / "out")
 
 

@@ -1,4 +1,4 @@
-"""Texts written many at a time: each is what the target alone would write, whoever else is in its batch and whoever leaves it."""
+"""Texts generated many at a time: each is what the target alone would generate, whatever else is in its batch or leaves it."""
 
 import dataclasses
 from collections import Counter
@@ -10,9 +10,9 @@ import torch
 
 from engine.attention.paged.graph_recorder import Unrecorded
 from engine.distill.generation import torch_batches as columns
-from engine.distill.generation.cuda_batches import write_by_graphs
-from engine.distill.generation.generate import write
-from engine.distill.generation.jobs import OpenText, Order, Written, drawn
+from engine.distill.generation.cuda_batches import generate_by_graphs
+from engine.distill.generation.generate import generate
+from engine.distill.generation.jobs import GeneratedText, GenerationJob, RunningJob, sampled_tokens
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap
 from engine.testing import FAMILIES, tiny_model, tiny_module
@@ -23,17 +23,17 @@ T = TypeVar("T")
 PROMPTS = [tuple(range(5, 5 + length)) for length in (3, 9, 1, 14, 6, 2, 11, 4)]
 
 
-def orders(temperature: float) -> dict[int, Order]:
+def orders(temperature: float) -> dict[int, GenerationJob]:
     """Texts of many lengths, so that rows leave the batch and others take their places."""
     lengths = (20, 3, 18, 1, 9, 21, 2, 16)
     return {
-        index: Order(prompt, temperature, 100 + index, length)
+        index: GenerationJob(prompt, temperature, 100 + index, length)
         for index, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True))
     }
 
 
-def written(model: CausalModel, temperature: float, batch: int = 8) -> dict[int, Written]:
-    return {text.name: text for text in write(model, orders(temperature), batch, LAYERS)}
+def written(model: CausalModel, temperature: float, batch: int = 8) -> dict[int, GeneratedText]:
+    return {text.name: text for text in generate(model, orders(temperature), batch, LAYERS)}
 
 
 IN_COLUMNS = [pytest.param(tiny_model, family, id=family) for family in FAMILIES]
@@ -68,9 +68,9 @@ def test_steps_that_are_replayed_write_the_same(family: str, batch: int) -> None
     """What a GPU captures, run here by itself: junk before prompts, after texts and in a batch that is not full is nobody's."""
     model = tiny_model(family)
     for temperature in (0.0, 1.0):
-        rows = [OpenText(name, order) for name, order in orders(temperature).items()]
+        rows = [RunningJob(name, order) for name, order in orders(temperature).items()]
         tap = StateTap(model, LAYERS)
-        replayed = {text.name: text for text in write_by_graphs(model, rows, batch, tap, Unrecorded())}
+        replayed = {text.name: text for text in generate_by_graphs(model, rows, batch, tap, Unrecorded())}
         tap.close()
         expected = written(model, temperature)
         assert {name: text.ids for name, text in replayed.items()} == {name: text.ids for name, text in expected.items()}
@@ -92,18 +92,18 @@ class RunsWhatItRecords:
 def test_texts_of_a_token_or_two_are_replayed(max_tokens: int) -> None:
     model = tiny_model()
     short = {name: dataclasses.replace(order, max_tokens=max_tokens) for name, order in orders(1.0).items()}
-    tap, rows = StateTap(model, LAYERS), [OpenText(name, order) for name, order in short.items()]
-    replayed = {text.name: text.ids for text in write_by_graphs(model, rows, 3, tap, RunsWhatItRecords())}
+    tap, rows = StateTap(model, LAYERS), [RunningJob(name, order) for name, order in short.items()]
+    replayed = {text.name: text.ids for text in generate_by_graphs(model, rows, 3, tap, RunsWhatItRecords())}
     tap.close()
-    assert replayed == {text.name: text.ids for text in write(model, short, 8, LAYERS)}
+    assert replayed == {text.name: text.ids for text in generate(model, short, 8, LAYERS)}
 
 
 def test_prompts_are_fed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     whole = written(model, 1.0)
     monkeypatch.setattr(columns, "_TOKENS", 24)  # three columns of eight rows
-    tap, rows = StateTap(model, LAYERS), [OpenText(name, order) for name, order in orders(1.0).items()]
-    replayed = {text.name: text for text in write_by_graphs(model, rows, 8, tap, Unrecorded())}
+    tap, rows = StateTap(model, LAYERS), [RunningJob(name, order) for name, order in orders(1.0).items()]
+    replayed = {text.name: text for text in generate_by_graphs(model, rows, 8, tap, Unrecorded())}
     tap.close()
     for parts in (written(model, 1.0), replayed):
         assert {name: text.ids for name, text in parts.items()} == {name: text.ids for name, text in whole.items()}
@@ -121,24 +121,24 @@ def test_company_does_not_matter(model_of: Callable[[str], CausalModel]) -> None
 
 @both_ways
 def test_nothing_is_written_where_nothing_is_ordered(model_of: Callable[[str], CausalModel]) -> None:
-    assert not list(write(model_of("llama"), {}, 8))
+    assert not list(generate(model_of("llama"), {}, 8))
     with pytest.raises(ValueError, match="0 texts"):
-        next(write(model_of("llama"), orders(0.0), 0))
+        next(generate(model_of("llama"), orders(0.0), 0))
 
 
 def test_draws_follow_the_distribution() -> None:
     logits_V = torch.tensor([2.0, -1.0, float("-inf"), 0.5, 1.0])
     count = 4000
     uniforms = (torch.arange(count) + 0.5) / count
-    tokens = Counter(drawn(logits_V.expand(count, -1), torch.full((count,), 0.7), uniforms).tolist())
+    tokens = Counter(sampled_tokens(logits_V.expand(count, -1), torch.full((count,), 0.7), uniforms).tolist())
     probs_V = (logits_V / 0.7).softmax(-1)
     assert all(abs(tokens[token] / count - float(probs_V[token])) < 2 / count for token in range(5))
-    assert drawn(logits_V[None], torch.zeros(1), torch.tensor([0.999])).tolist() == [0]
+    assert sampled_tokens(logits_V[None], torch.zeros(1), torch.tensor([0.999])).tolist() == [0]
 
 
 def test_the_engine_can_have_the_model_back() -> None:
     model = tiny_model()
     before = model.module.config._attn_implementation
-    for _ in write(model, orders(0.0), 8):
+    for _ in generate(model, orders(0.0), 8):
         assert model.module.config._attn_implementation != before
     assert model.module.config._attn_implementation == before

@@ -1,34 +1,36 @@
-"""Texts that a target writes without speculation, many at a time: what drafters are made from."""
+"""Offline generation of many texts at a time by a target without speculation: the training data of drafters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from engine.distill.generation.cuda_batches import write_by_graphs
-from engine.distill.generation.jobs import OpenText, Order, Written
-from engine.distill.generation.native_batches import write_in_lanes
-from engine.distill.generation.torch_batches import write_in_columns
+from engine.distill.generation.cuda_batches import generate_by_graphs
+from engine.distill.generation.jobs import GeneratedText, GenerationJob, RunningJob
+from engine.distill.generation.native_batches import generate_natively
+from engine.distill.generation.torch_batches import generate_by_torch
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap
 
 
-def write(model: CausalModel, orders: Mapping[int, Order], batch: int, layers: Sequence[int] = ()) -> Iterator[Written]:
-    """Yield every ordered text as it is done, `batch` at a time; `layers` as StateTap counts them.
+def generate(
+    model: CausalModel, jobs: Mapping[int, GenerationJob], batch: int, layers: Sequence[int] = ()
+) -> Iterator[GeneratedText]:
+    """Yield each job's text as it finishes, `batch` at a time, with states of `layers`, counted as by StateTap.
 
-    The model must not run anything else before the last text is taken.
+    The model must not run anything else before the iterator is exhausted.
     """
     if batch < 1:
-        raise ValueError(f"{batch} texts cannot be written at a time")
-    if not orders:
+        raise ValueError(f"{batch} texts cannot be generated at a time")
+    if not jobs:
         return
-    rows = [OpenText(name, order) for name, order in orders.items()]
+    rows = [RunningJob(name, job) for name, job in jobs.items()]
     tap = StateTap(model, layers) if layers else None
     try:
-        yield from _way(model)(model, rows, batch, tap)
+        yield from _backend(model)(model, rows, batch, tap)
     finally:
         if tap is not None:
             tap.close()
 
 
-def _way(model: CausalModel) -> Callable[[CausalModel, Sequence[OpenText], int, StateTap | None], Iterator[Written]]:
+def _backend(model: CausalModel) -> Callable[[CausalModel, Sequence[RunningJob], int, StateTap | None], Iterator[GeneratedText]]:
     if model.native is not None:
-        return write_in_lanes
-    return write_by_graphs if model.device.type == "cuda" else write_in_columns
+        return generate_natively
+    return generate_by_graphs if model.device.type == "cuda" else generate_by_torch

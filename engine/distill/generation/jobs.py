@@ -1,4 +1,4 @@
-"""Texts to be written by a target alone, and what became of them.
+"""Jobs of offline generation by a target without speculation, and their results.
 
 Shape key: B texts, V vocabulary, T tokens, F tapped layers, D width."""
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from engine.core.sampling_limits import MIN_TEMPERATURE
 
-_ROWS = 16  # of logits at a time, so that their laws stay in the processor's cache
-_ROWS_ELSEWHERE = 256  # where a launch costs more, and it is their memory that counts
+_ROWS = 16  # of logits at a time on a CPU, so that their distributions stay in its cache
+_ROWS_ELSEWHERE = 256  # on a GPU launches cost more; memory is the limit
 
 
 @dataclass(frozen=True)
-class Order:
-    """One text to write: a prompt, how to draw, and the most tokens of its answer. `seed` alone decides its randomness."""
+class GenerationJob:
+    """One text to generate: prompt, temperature, seed, and the most tokens of its answer. Only `seed` decides its randomness."""
 
     prompt_ids: Sequence[int]
     temperature: float
@@ -26,10 +26,10 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Written:
-    """A prompt with the target's answer, its end token included, and the tapped states at every token but the last, bfloat16.
+class GeneratedText:
+    """A prompt with the target's answer, end token included, and the tapped states at every token but the last, bfloat16.
 
-    States lie on the CPU, or where they were made (engine.distill.generation.cuda_batches).
+    States are on the CPU, or on the model's device (engine.distill.generation.cuda_batches).
     """
 
     name: int
@@ -38,47 +38,47 @@ class Written:
     states_TFD: Float[Tensor, "T-1 F D"]
 
 
-class OpenText:
-    """A text while it is written."""
+class RunningJob:
+    """A text while it is generated."""
 
-    def __init__(self, name: int, order: Order) -> None:
-        self.name, self.order = name, order
-        self.ids = list(order.prompt_ids)
+    def __init__(self, name: int, job: GenerationJob) -> None:
+        self.name, self.job = name, job
+        self.ids = list(job.prompt_ids)
         self.is_done = False
-        generator = torch.Generator().manual_seed(order.seed)
-        self.uniforms: list[float] = torch.rand(order.max_tokens, generator=generator).tolist()  # decide a token each
+        generator = torch.Generator().manual_seed(job.seed)
+        self.uniforms: list[float] = torch.rand(job.max_tokens, generator=generator).tolist()  # one for each token
 
     @property
     def uniform(self) -> float:
-        """What decides the next token."""
-        return self.uniforms[min(len(self.ids) - len(self.order.prompt_ids), len(self.uniforms) - 1)]
+        """The uniform number that decides the next token."""
+        return self.uniforms[min(len(self.ids) - len(self.job.prompt_ids), len(self.uniforms) - 1)]
 
     def append(self, token_id: int, end_ids: Sequence[int]) -> bool:
-        """Take the next token; return whether the text is done by it."""
+        """Append a token; return whether it ends the text."""
         if self.is_done:
             return False
         self.ids.append(token_id)
-        self.is_done = token_id in end_ids or len(self.ids) == len(self.order.prompt_ids) + self.order.max_tokens
+        self.is_done = token_id in end_ids or len(self.ids) == len(self.job.prompt_ids) + self.job.max_tokens
         return self.is_done
 
-    def written(self, states_TFD: Float[Tensor, "T-1 F D"] | None) -> Written:
-        """Return the text as it is; without states it has those of no layer."""
+    def result(self, states_TFD: Float[Tensor, "T-1 F D"] | None) -> GeneratedText:
+        """Return the text; without states its tensor has no layers."""
         if states_TFD is None:
             states_TFD = torch.empty(len(self.ids) - 1, 0, 0, dtype=torch.bfloat16)
-        return Written(self.name, self.ids, len(self.order.prompt_ids), states_TFD)
+        return GeneratedText(self.name, self.ids, len(self.job.prompt_ids), states_TFD)
 
 
-def next_tokens(logits_BV: Float[Tensor, "B V"], rows: Sequence[OpenText]) -> list[int]:
-    """Return what each text says next."""
-    temperatures = torch.tensor([row.order.temperature for row in rows], device=logits_BV.device)
+def next_tokens(logits_BV: Float[Tensor, "B V"], rows: Sequence[RunningJob]) -> list[int]:
+    """Return each text's next token."""
+    temperatures = torch.tensor([row.job.temperature for row in rows], device=logits_BV.device)
     uniforms = torch.tensor([row.uniform for row in rows], device=logits_BV.device)
-    return drawn(logits_BV, temperatures, uniforms).tolist()
+    return sampled_tokens(logits_BV, temperatures, uniforms).tolist()
 
 
-def drawn(
+def sampled_tokens(
     logits_BV: Float[Tensor, "B V"], temperature_B: Float[Tensor, " B"], uniform_B: Float[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """Return a token of each row's law, by the inverse of its distribution function; the arg max at temperature 0."""
+    """Return a token of each row, by inversion of its distribution function; the arg max at temperature 0."""
     tokens: list[Tensor] = []
     num_rows = _ROWS if logits_BV.device.type == "cpu" else _ROWS_ELSEWHERE
     for first in range(0, len(logits_BV), num_rows):

@@ -1,8 +1,8 @@
-"""Texts written by a model's own module, with an attention of their own, where our library does not run it.
+"""Generation by a model's own module, with a dense attention, for models that the library does not run.
 
-The texts of a batch begin together, prompts aligned at their ends, so each step adds one column to all of them: keys and values
-lie in one dense block a layer and attention reads them where they lie. (The engine's slots must be gathered first, which takes
-most of a step when hundreds of short texts are written.)
+The texts of a batch begin together with their prompts aligned at the ends, so each step adds one column to all texts. Keys and
+values of a layer are one dense block, which attention reads in place. (The engine's slots would have to be gathered first, which
+takes most of a step with hundreds of short texts.)
 Shape key: B texts, T new columns, C columns in all, H key-value heads, G query heads for each, K head size, F tapped layers,
 D model width, V vocabulary.
 """
@@ -18,26 +18,28 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from engine.attention.tree_attention import UnsupportedAttention
-from engine.distill.generation.jobs import OpenText, Written, next_tokens
+from engine.distill.generation.jobs import GeneratedText, RunningJob, next_tokens
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap
 
 NAME = "latebranch-columns"
-_DONE_SHARE = 8  # rows that are done leave the batch when one in this many is
-_TOKENS = 65_536  # of a pass: hundreds of long prompts are fed some columns at a time
+_DONE_SHARE = 8  # finished rows leave the batch when they are one in this many
+_TOKENS = 65_536  # of a pass: long prompts of a large batch are fed in several passes
 
 
-def write_in_columns(model: CausalModel, rows: Sequence[OpenText], num_rows: int, tap: StateTap | None) -> Iterator[Written]:
-    """Yield texts as they are done, `num_rows` of them written together."""
+def generate_by_torch(
+    model: CausalModel, rows: Sequence[RunningJob], num_rows: int, tap: StateTap | None
+) -> Iterator[GeneratedText]:
+    """Yield texts as they finish, in batches of `num_rows`."""
     with columns_attended(model):
         for first in range(0, len(rows), num_rows):
             yield from _Batch(model, list(rows[first : first + num_rows]), tap).run()
 
 
 def aligned(prompts: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "B T"], list[int]]:
-    """Return prompts that end at one column, and where each begins.
+    """Return prompts that end at one column, and the column where each begins.
 
-    A row's columns before its prompt hold the prompt's first token; nobody sees them.
+    A row's columns before its prompt hold the prompt's first token, and are masked.
     """
     width = max(len(ids) for ids in prompts)
     begins = [width - len(ids) for ids in prompts]
@@ -45,7 +47,7 @@ def aligned(prompts: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "B T"], list[
 
 
 def parts_of(ids_BT: Int[Tensor, "B T"]) -> Iterator[Int[Tensor, "B T"]]:
-    """Yield new columns in parts that are fed one after the other."""
+    """Yield new columns in parts, one for each pass."""
     yield from torch.split(ids_BT, max(1, _TOKENS // len(ids_BT)), dim=1)
 
 
@@ -64,27 +66,27 @@ def feed(model: CausalModel, columns: "Columns", ids_BT: Int[Tensor, "B T"]) -> 
 
 
 class _Batch:
-    """Texts that are written together; row r of every tensor is that of `rows[r]`."""
+    """Texts that are generated together; row r of every tensor belongs to `rows[r]`."""
 
-    def __init__(self, model: CausalModel, rows: list[OpenText], tap: StateTap | None) -> None:
+    def __init__(self, model: CausalModel, rows: list[RunningJob], tap: StateTap | None) -> None:
         self._model, self._tap, self._rows = model, tap, rows
         self._ids_BT, begins = aligned([row.ids for row in self._rows])
-        num_columns = self._ids_BT.shape[1] + max(row.order.max_tokens for row in self._rows)
+        num_columns = self._ids_BT.shape[1] + max(row.job.max_tokens for row in self._rows)
         self._columns = Columns(begins, num_columns, model.device)
         self._states_BCFD: Tensor | None = None
 
-    def run(self) -> Iterator[Written]:
-        """Yield the texts as they are done."""
+    def run(self) -> Iterator[GeneratedText]:
+        """Yield the texts as they finish."""
         while not all(row.is_done for row in self._rows):
-            drawn = self._step()
-            for index, (row, token_id) in enumerate(zip(self._rows, drawn, strict=True)):
+            token_ids = self._step()
+            for index, (row, token_id) in enumerate(zip(self._rows, token_ids, strict=True)):
                 if row.append(token_id, self._model.eos_token_ids):
-                    yield self._written(index)
+                    yield self._result(index)
             self._drop_done()
             self._ids_BT = torch.tensor([row.ids[-1:] for row in self._rows])
 
     def _step(self) -> list[int]:
-        """Feed the newest columns; return what each row says next."""
+        """Feed the newest columns; return each row's next token."""
         for ids_BT in parts_of(self._ids_BT):
             logits_BV = self._feed(ids_BT)
         return next_tokens(logits_BV, self._rows)
@@ -96,14 +98,14 @@ class _Batch:
             self._states_BCFD = self._columns.keep(self._states_BCFD, self._tap.latest().to("cpu", torch.bfloat16))
         return logits_BV
 
-    def _written(self, index: int) -> Written:
+    def _result(self, index: int) -> GeneratedText:
         row, end = self._rows[index], self._columns.end
         if self._states_BCFD is None:
-            return row.written(None)
-        return row.written(self._states_BCFD[index, end - len(row.ids) + 1 : end].clone())
+            return row.result(None)
+        return row.result(self._states_BCFD[index, end - len(row.ids) + 1 : end].clone())
 
     def _drop_done(self) -> None:
-        """Let rows that are still written take the places of those that are done, once those are many."""
+        """Move running rows to the places of finished ones, and shrink the batch, once enough rows are finished."""
         num_left = sum(not row.is_done for row in self._rows)
         if not num_left or (len(self._rows) - num_left) * _DONE_SHARE < len(self._rows):
             return
@@ -119,9 +121,9 @@ class _Batch:
 
 
 class Columns:
-    """Keys and values of a batch, [B, H, C, K] a layer, of which the columns before `end` are filled.
+    """Keys and values of a batch, [B, H, C, K] for each layer, filled in the columns before `end`.
 
-    Row b begins at column `begin_B[b]`; what is before is masked.
+    Row b begins at column `begin_B[b]`; its columns before that are masked.
     """
 
     def __init__(self, begins: Sequence[int], num_columns: int, device: torch.device) -> None:
@@ -139,7 +141,7 @@ class Columns:
 
     @property
     def num_read(self) -> int:
-        """How many columns attention reads, from the first on."""
+        """The number of columns that attention reads, from the first on."""
         return self.end
 
     @property
@@ -158,7 +160,7 @@ class Columns:
     ) -> tuple[Float[Tensor, "B H C K"], Float[Tensor, "B H C V"]]:
         """Write a layer's new columns; return all that are filled."""
         if layer not in self._pools:
-            # Zeros: columns that are not filled may be read, and weigh nothing; but nothing times what is no number is none.
+            # Zeros: attention may read unfilled columns with weight 0, and 0 times NaN would be NaN.
             pools = [new.new_zeros(*new.shape[:2], self.num_columns, new.shape[3]) for new in (keys, values)]
             self._pools[layer] = (pools[0], pools[1])
         filled = [pool[: len(self._begin_B), :, : self.end] for pool in self._pools[layer]]
@@ -167,7 +169,7 @@ class Columns:
         return filled[0], filled[1]
 
     def keep(self, kept_BCFD: Float[Tensor, "B C F D"] | None, states_TFD: Tensor) -> Float[Tensor, "B C F D"]:
-        """Write the new columns' states, row after row, beside those that are kept, if any are; return all."""
+        """Write the new columns' states, row after row, to the kept ones, if any; return all."""
         num_rows = len(self._begin_B)
         if kept_BCFD is None:
             kept_BCFD = states_TFD.new_empty(num_rows, self.num_columns, *states_TFD.shape[1:])
@@ -187,9 +189,9 @@ class Columns:
         return self._biases[window]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], num_left: int) -> None:
-        """Copy rows over others, then forget all but the first `num_left`."""
+        """Copy rows over others, then drop all but the first `num_left`."""
         from_N, to_N = (torch.tensor(rows, dtype=torch.int64, device=self._begin_B.device) for rows in (sources, targets))
-        with torch.inference_mode():  # in which the pools were made
+        with torch.inference_mode():  # as the pools were made in it
             for pool in (pool for pools in self._pools.values() for pool in pools):
                 pool[to_N, :, : self.end] = pool[from_N, :, : self.end]
         self._begin_B[to_N] = self._begin_B[from_N]
@@ -208,9 +210,9 @@ def columns_attention(
     attention_context: Columns | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B T HG V"], None]:
-    """Write the layer's new columns, then attend to all; the signature is transformers' AttentionInterface."""
+    """Write the layer's new columns, then attend to all columns; the signature is that of transformers' AttentionInterface."""
     if attention_context is None or attention_mask is not None:
-        raise UnsupportedAttention("this attention needs its columns and makes its own masks")
+        raise UnsupportedAttention("this attention needs columns and computes its own masks")
     if softcap is not None or kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
         raise UnsupportedAttention("caps and sinks are not supported")
     keys, values = attention_context.extend(module.layer_idx, key, value)  # type: ignore[arg-type]
@@ -225,7 +227,7 @@ def columns_attention(
 
 @contextmanager
 def columns_attended(model: CausalModel) -> Iterator[None]:
-    """Let the model attend to columns, and to the engine's slots again after."""
+    """Let the model attend to columns inside the context, and to the engine's slots after it."""
     model.module.set_attn_implementation(NAME)
     try:
         yield

@@ -126,8 +126,8 @@ class NativeHead:
         (self._states if fed.are_committed else pool).check(fed.previous_slots)
         pool_SW, features = pool.rows_SW, self._features if fed.are_committed else None
         previous_T, places_P = (integers(numbers, pool_SW.device) for numbers in (fed.previous_slots, places))
-        rotations, states = [self._rotations.below(fed.batch.end)], SlotStates(pool_SW, previous_T)
-        return self._runner.run(fed.batch, cache, rotations, places_P, given=states, features=features).logits_NM
+        rotations, slot_states = [self._rotations.below(fed.batch.end)], SlotStates(pool_SW, previous_T)
+        return self._runner.run(fed.batch, cache, rotations, places_P, slot_states=slot_states, features=features).logits_NM
 
     def start_growing(
         self, pool: FeaturePool, fed: Sequence[FedRow], rows: Sequence[RankedRow], cache: KVCache, vocab_M: Int[Tensor, " M"]
@@ -137,9 +137,9 @@ class NativeHead:
         end = max(row.root_position + row.depth + 1 for row in rows)
         end = max(end, *(row.first_position + len(row.token_ids) for row in fed))
         rotations = [self._rotations.below(end)]
-        buffers = self._runner.places(cache, rotations, pool_SW)
-        buffers.features = ctypes.pointer(self._features.structure)
-        return Growing(self._runner.structure, vocab_M, rows, fed, pool.zero_row, buffers, keeps=(pool_SW, rotations))
+        addresses = self._runner.shared_addresses(cache, rotations, pool_SW)
+        addresses.features = ctypes.pointer(self._features.structure)
+        return Growing(self._runner.structure, vocab_M, rows, fed, pool.zero_row, addresses, keeps=(pool_SW, rotations))
 
     def _rotation(self, positions_N: Int[Tensor, " N"]) -> Tables:
         cosines, sines = self._shape.rotary(positions_N)

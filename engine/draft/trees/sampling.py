@@ -192,7 +192,7 @@ def _top_by_native(
     return [_from_native(best, node.num_draws) for node, best in zip(nodes, rankings, strict=True)]
 
 
-def _from_native(best: native.Best, num_draws: int) -> ChildCandidates | None:
+def _from_native(best: native.BestTokens, num_draws: int) -> ChildCandidates | None:
     if not best.token_ids:
         return None
     ids, probs, noise = best.token_ids, best.odds, best.noise

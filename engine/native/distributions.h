@@ -1,10 +1,10 @@
-// Rows of logits: the likeliest token of each, and the law that a temperature makes of it.
+// Rows of logits: the likeliest token of each, and its distribution at a temperature.
 #pragma once
 #include "numbers.h"
 
 namespace latebranch {
 
-// The first of the largest logits and which it is; NaN if any logit is.
+// The largest logit and its first token; NaN if any logit is NaN.
 inline void likeliest(const float* logits, int64_t count, float* value, int64_t* token) {
   const Floats none = spread(-std::numeric_limits<float>::infinity());
   Floats best = none;
@@ -19,16 +19,18 @@ inline void likeliest(const float* logits, int64_t count, float* value, int64_t*
   }
   float values[kLanes];
   int32_t tokens[kLanes];
-  store(values, best), store(tokens, places);
+  store(values, best);
+  store(tokens, places);
   int first = 0;
   for (int i = 1; i < kLanes; i++)
-    if (values[i] > values[first] || (values[i] == values[first] && tokens[i] < tokens[first])) first = i;
+    if (values[i] > values[first] || (values[i] == values[first] && tokens[i] < tokens[first]))
+      first = i;
   *value = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : values[first];
   *token = tokens[first];
 }
 
 // out = softmax(logits / temperature)
-inline void law(const float* logits, int64_t count, float inverse_temperature, float* out) {
+inline void softmax(const float* logits, int64_t count, float inverse_temperature, float* out) {
   const Floats inverse = spread(inverse_temperature);
   float value;
   int64_t token;
