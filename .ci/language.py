@@ -95,7 +95,7 @@ def word_faults() -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{number}: {fault}"
     for path in documents():
         for number, line in enumerate(without_code(path.read_text()).splitlines(), 1):
-            for fault in banned_in(re.sub(r"`[^`]*`", "", line)):
+            for fault in banned_in(re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)):
                 yield f"{path.relative_to(ROOT)}:{number}: {fault}"
 
 
