@@ -3,6 +3,7 @@
 python -m benchmarks.results > docs/benchmarks.md
 """
 
+import argparse
 import csv
 import sys
 from collections.abc import Iterator
@@ -43,4 +44,5 @@ def _section(entry: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="print docs/benchmarks.md").parse_args()
     sys.stdout.write(benchmarks_page())
