@@ -67,8 +67,8 @@ def python_files() -> list[Path]:
 
 
 def documents() -> list[Path]:
-    """Return the README and all documents."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return the documents at the top level and those of docs/."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def banned_in(text: str) -> Iterator[str]:
