@@ -67,8 +67,8 @@ def python_files() -> list[Path]:
 
 
 def documents() -> list[Path]:
-    """Return the README and all documents."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return the documents at the top level and those of docs/."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def banned_in(text: str) -> Iterator[str]:
@@ -95,7 +95,7 @@ def word_faults() -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{number}: {fault}"
     for path in documents():
         for number, line in enumerate(without_code(path.read_text()).splitlines(), 1):
-            for fault in banned_in(re.sub(r"`[^`]*`", "", line)):
+            for fault in banned_in(re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)):
                 yield f"{path.relative_to(ROOT)}:{number}: {fault}"
 
 

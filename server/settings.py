@@ -127,8 +127,8 @@ class Settings(BaseSettings):
     max_tokens_per_minute: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens a minute, of prompts and answers together, of each key, or without keys of all; who has used more is "
-        "answered 429 until that is made up for. Unset: any.",
+        description="Tokens a minute, of prompts and answers together, of each key, or without keys of all; a key that has used "
+        "more is answered 429 until its bucket has recovered. Unset: any.",
     )
     ssl_certfile: str | None = Field(default=None, description="Certificate chain in PEM; HTTPS is spoken with it. Unset: HTTP.")
     ssl_keyfile: str | None = Field(default=None, description="Its private key in PEM; unset: it is in ssl_certfile.")
@@ -141,10 +141,10 @@ class Settings(BaseSettings):
         "address no other, else any.",
     )
     playground: bool = Field(
-        default=True, description="Serve a page to try the model on at /; it needs no key, what it asks of the API does."
+        default=True, description="Serve a page to try the model on at /; the page needs no key, its requests do."
     )
     docs: bool = Field(
-        default=True, description="Serve Swagger UI at /docs, from here alone; it needs no key, what it asks of the API does."
+        default=True, description="Serve Swagger UI at /docs, from here alone; the page needs no key, its requests do."
     )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="Largest request body.")
     max_unfinished_body_bytes: int = Field(
@@ -168,10 +168,10 @@ class Settings(BaseSettings):
     max_answer_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Most tokens that a request may ask for each text, and what a chat gets that names no number. Unset: what "
+        description="Most tokens that a request may set for each text, and the number of a chat that sets none. Unset: what "
         "fits.",
     )
-    max_tree_tokens: int = Field(default=64, ge=0, description="Most drafted tokens of the tree that a request may ask for.")
+    max_tree_tokens: int = Field(default=64, ge=0, description="Most drafted tokens of the tree that a request may set.")
     first_token_limit_s: float | None = Field(
         default=None,
         gt=0,
@@ -253,7 +253,7 @@ class Settings(BaseSettings):
     lens: str | None = Field(default=None, description="Trained exit lens for drafter early-exit: a file; unset: none.")
     head: str | None = Field(default=None, description="Distilled draft head for drafter head: a file; unset: none.")
     cached_text: bool = Field(
-        default=False, description="Draft from text said before too, beside a model; drafter ngram does nothing else."
+        default=False, description="Draft from earlier text too, beside a model; drafter ngram does nothing else."
     )
     ngram_min_tokens: int = Field(
         default=2, ge=1, le=MAX_CONTEXT, description="Tokens that must match for cached text to be drafted from."
@@ -269,11 +269,11 @@ class Settings(BaseSettings):
         description="Tokens kept so for all users together, a few hundred bytes each; the least lately used are forgotten first.",
     )
     verifier: VerifierName = Field(default="coupled", description="Rule that accepts drafted tokens.")
-    policy: Literal["plain", "fixed", "adaptive"] = Field(default="adaptive", description="Who chooses tree shapes.")
+    policy: Literal["plain", "fixed", "adaptive"] = Field(default="adaptive", description="What chooses tree shapes.")
     expansion: Annotated[str, BeforeValidator(_checked_expansion)] = Field(
         default="4.1.0",
         description="Tree: trunk.branches.depth of a delayed one, or tree.max_nodes, for example heap.16; "
-        "a noise_aware one may say what chance a node must have, as noise_aware.16@0.2: the fixed one, or "
+        "a noise_aware one may set the chance that a node must have, as noise_aware.16@0.2: the fixed one, or "
         "one of the family that the adaptive policy chooses from.",
     )
     largest_expansion: Annotated[str | None, BeforeValidator(_checked_expansion)] = Field(
@@ -295,7 +295,7 @@ class Settings(BaseSettings):
     )
     draft_dtype: Literal["auto", "float32", "bfloat16", "int8", "compact"] = Field(
         default="auto",
-        description="Number format of a draft model or head, which no law depends on; auto: int8 where our library "
+        description="Number format of a draft model or head, which changes no distribution; auto: int8 where our library "
         "runs, else bfloat16 where the processor multiplies it; a half to a quarter of the memory traffic.",
     )
     device: str | None = Field(default=None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
@@ -313,8 +313,8 @@ class Settings(BaseSettings):
     max_model_len: int = Field(default=8192, ge=1, description="Longest sequence in tokens, prompt and answer together.")
     prefix_cache: Literal["off", "key", "all"] = Field(
         default="key",
-        description="Whose requests go on from what is cached of the same text: one API key's (of one cache_salt), all, or "
-        "none; how fast an answer begins tells what others asked.",
+        description="Requests that share cached prefixes: those of one API key (of one cache_salt), all, or none; how fast an "
+        "answer begins reveals the prompts that share with it.",
     )
 
     cuda_graphs: Literal["auto", "on", "off"] = Field(
