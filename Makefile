@@ -25,10 +25,10 @@ ifdef PIP_EXTRA_INDEX_URL
 export PIP_EXTRA_INDEX_URL
 endif
 
-.PHONY: help install weights serve test conformance lint format bench clean
+.PHONY: help install weights serve test test-fast conformance lint format bench clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## make the environment in .venv, with the versions of constraints.txt
 
@@ -49,6 +49,9 @@ serve: weights ## serve MODEL (smollm2-135m) on 127.0.0.1:8000
 test: $(INSTALLED) ## run the whole suite on every core
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 $(ARGS)
 
+test-fast: $(INSTALLED) ## run the tests that need no model: about a minute on two cores
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 tests/unit tests/selector -m "not slow" $(ARGS)
+
 conformance: $(INSTALLED) $(TOOLS)/.installed ## run the kit of docs/conformance.md at length, lm-eval and aiperf too
 	CONFORMANCE_VENV=$(abspath $(TOOLS)) $(BIN)/python -m pytest tests/conformance --conformance-examples 100 $(ARGS)
 
@@ -64,6 +67,7 @@ lint: $(INSTALLED) ## check style, layout (Python and C++), types and the direct
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/language.py
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 format: $(INSTALLED) ## format the code and fix what ruff can fix
