@@ -134,7 +134,7 @@ async def test_a_failure_of_the_process_is_answered_503(monkeypatch: pytest.Monk
     """It was a 400, which no client tries again."""
 
     def fail(*_: object) -> None:
-        raise GrammarProcessFailed("the process that tries grammars has stopped")
+        raise GrammarProcessFailed("the process that compiles grammars has stopped")
 
     monkeypatch.setattr(GrammarProcess, "check", fail)
     async with in_process(FakeEngine(eos_token_ids=(0,))) as client:
