@@ -54,7 +54,10 @@ FORMS = {
 }
 WORDS = {word: re.compile(rf"(?<![A-Za-z])(?:{FORMS.get(word, word)})(?![A-Za-z])", re.IGNORECASE) for word in BANNED}
 # Names that users have: metrics, settings and fields of files.
-KEPT = re.compile(r"latebranch_\w+|foretold_seconds|last.step.told|stand[-_ ]in|stand-alone|standalone", re.IGNORECASE)
+KEPT = re.compile(
+    r"latebranch_\w+|foretold_seconds|last_step_told|num_laws|'prices'|\"prices\"|stand[-_ ]in|stand-alone|standalone",
+    re.IGNORECASE,
+)
 SHORT_SENTENCES = ("README.md", "docs/quickstart.md", "docs/architecture.md", "docs/selector.md")
 MOST_WORDS = 35  # of a sentence in those
 MOST_DOC_WORDS = 45_000
@@ -84,7 +87,7 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING, tokenize.NAME):
             for offset, line in enumerate(token.string.splitlines()):
-                yield token.start[0] + offset, line.replace("_", " ")
+                yield token.start[0] + offset, line
 
 
 def word_faults() -> Iterator[str]:

@@ -47,9 +47,9 @@ def create_app(
     tokenizer: Tokenizer | None = None,
     on_fatal: Callable[[str], None] | None = None,
 ) -> FastAPI:
-    """Return the app. Without an `engine` it is a worker process of its own; without a `tokenizer`, that of the weights.
+    """Return the app. Without an `engine` it starts a worker process; without a `tokenizer` it loads that of the weights.
 
-    `on_fatal` is told, on the event loop, why the server can never serve (again).
+    `on_fatal` is called on the event loop with the reason if the server can never serve (again).
     """
     runtime = Runtime(settings, engine or _worker(settings), lambda: tokenizer or _tokenizer_of(settings.model), on_fatal)
     app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, docs_url=None, redoc_url=None)
@@ -65,15 +65,15 @@ def create_app(
 
 
 def _add_pages(app: FastAPI, settings: Settings) -> tuple[frozenset[str], frozenset[str]]:
-    """Add the pages that are wanted; return their paths, and those of all that they are made of."""
-    wanted = [playground] if settings.playground else []
+    """Add the enabled pages; return their paths, and the paths of the pages with all their files."""
+    enabled = [playground] if settings.playground else []
     if settings.docs and docs.is_installed():
-        wanted.append(docs)
+        enabled.append(docs)
     elif settings.docs:
         log.warning("there is no /docs: the package fastapi-swagger is not installed")
-    for one in wanted:
-        app.include_router(one.router)
-    return frozenset[str]().union(*(one.PAGES for one in wanted)), frozenset[str]().union(*(one.PATHS for one in wanted))
+    for page in enabled:
+        app.include_router(page.router)
+    return frozenset[str]().union(*(page.PAGES for page in enabled)), frozenset[str]().union(*(page.PATHS for page in enabled))
 
 
 @asynccontextmanager
@@ -83,7 +83,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     await runtime.stop(0.0)
     if (tracing := getattr(app.state, "tracing", None)) is not None:
-        await asyncio.to_thread(tracing.shutdown)  # what is not sent yet is
+        await asyncio.to_thread(tracing.shutdown)  # sends the remaining spans
 
 
 def _add_layers(app: FastAPI, runtime: Runtime, pages: frozenset[str], paths_of_pages: frozenset[str]) -> None:
@@ -136,5 +136,5 @@ def _worker(settings: Settings) -> EngineService:
 
 def _tokenizer_of(reference: str) -> Tokenizer:
     folder = resolve(reference).folder
-    load_config(folder)  # refuses what no worker need be started for
+    load_config(folder)  # refuses an unsupported model before a worker starts
     return load_tokenizer(str(folder))

@@ -1,6 +1,6 @@
-"""Where the engine and the selector meet: the engine of a configuration with the policy that it cannot make itself.
+"""Combines the engine and the selector: the engine of a configuration with the adaptive policy, which the engine cannot import.
 
-Importing this module loads no model code: the process that serves HTTP launches workers without paying for that.
+Importing this module loads no model code: the HTTP process launches workers and does not need it.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def served_engine(config: EngineConfig) -> SteppedEngine:
-    """Return what a worker turns; raise what its loading raises. A module-level function: the worker's process imports it."""
+    """Return the engine that a worker steps; raise its loading errors. A module-level function: the worker process imports it."""
     from engine.build import build_served  # here, because it brings torch
     from selector.build import adaptive_policy
 
@@ -28,7 +28,7 @@ def preload() -> None:
 
 
 def tool_engine(config: EngineConfig, models: "Models | None" = None) -> "Engine":
-    """Return the engine for a tool of this process, over what `models` holds already; raise what its loading raises."""
+    """Return an engine for a tool in this process. `models` that are loaded are reused. Raises loading errors."""
     from engine.build import build_engine
     from selector.build import adaptive_policy
 

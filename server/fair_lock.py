@@ -1,4 +1,4 @@
-"""One at a time, and keys by turns: nobody waits for more than one turn of each other key, however many another key asks for."""
+"""A lock that keys take in turns: a waiter waits for at most one turn of each other key, however many turns that key requests."""
 
 import asyncio
 from collections import deque
@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class FairTurns:
-    """Owns who waits. Used on one event loop; a key's own turns come in the order in which they were asked for."""
+class FairLock:
+    """Owns the waiters of each key. Used on one event loop. Turns of one key are granted in the order of their requests."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # whose key's turn is next, first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # keys in the order of their next turns
         self._is_taken = False
 
     @asynccontextmanager
     async def turn(self, key: str) -> AsyncIterator[None]:
-        """Wait for a turn of `key`, and have it until the block is left."""
+        """Wait for a turn of `key`, and hold the lock until the block is left."""
         if self._is_taken:
             await self._wait(key)
         self._is_taken = True
@@ -32,7 +32,7 @@ class FairTurns:
         except asyncio.CancelledError:
             if place.cancelled():
                 self._leave(key, place)
-            else:  # the turn came at the same time
+            else:  # the turn was granted at the same time
                 self._pass_on()
             raise
 
@@ -44,7 +44,7 @@ class FairTurns:
                 del self._waiting[key]
 
     def _pass_on(self) -> None:
-        """Give the turn to the key that has waited longest since its last one, if any waits; who has just left has none."""
+        """Grant the lock to the waiting key whose last turn is longest ago. Skips a waiter that was just cancelled."""
         self._is_taken = False
         while self._waiting and not self._is_taken:
             key = next(iter(self._waiting))

@@ -1,4 +1,4 @@
-"""What FastAPI does not say of this API by itself: which operations ask for a key."""
+"""Adds to the OpenAPI schema what FastAPI does not know: which operations need an API key."""
 
 from collections.abc import Collection
 from typing import Any
@@ -9,7 +9,7 @@ _SCHEME = "ApiKey"
 
 
 def declare_keys(app: FastAPI, open_paths: Collection[str]) -> None:
-    """Make the schema of an app declare its keys, so that clients made from it, and Swagger UI, send one."""
+    """Declare API keys in the schema of an app, so that generated clients and Swagger UI send one."""
     described = app.openapi
 
     def openapi() -> dict[str, Any]:

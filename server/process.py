@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_BYTES_S = 5.0  # for answers on their way out, after the drain has ended the requests
-_BACKLOG = 64  # connections that asyncio takes at a time, before it closes any
-_OTHER_DESCRIPTORS = 128 + 4 * _BACKLOG  # files, the worker, and connections that are being taken or closed
-_FORCED_S = 0.5  # the same after a second signal
+_BACKLOG = 64  # connections that asyncio accepts at a time, before it closes any
+_OTHER_DESCRIPTORS = 128 + 4 * _BACKLOG  # files, the worker, and connections that are being accepted or closed
+_FORCED_S = 0.5  # _LAST_BYTES_S after a second signal
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with the engine drained at the same time as the connections and signals that are not raised again."""
+    """uvicorn that drains the engine together with the connections, and does not raise signals again."""
 
     def __init__(self, config: uvicorn.Config, runtime: Runtime, drain_s: float) -> None:
         super().__init__(config)
@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while serving; uvicorn's own raises them again at the end, which kills a clean exit."""
+        """Handle signals while serving. uvicorn's own handler raises them again at the end, which prevents a clean exit."""
         previous = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
         try:
             yield
@@ -53,17 +53,17 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; the second time, at once."""
+        """Stop; at the second signal, at once."""
         del sig, frame
         self.force_exit = self.should_exit
         self.should_exit = True
 
     def give_up(self) -> None:
-        """Stop because the engine cannot serve any more."""
+        """Stop because the engine failed for good."""
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain the engine while uvicorn waits for the connections: its ABORTs end answers that outlast the drain."""
+        """Drain the engine while uvicorn waits for the connections. The engine's ABORTs end answers that outlast the drain."""
         draining = asyncio.create_task(self._runtime.stop(self._drain_s))
         await super().shutdown(sockets)
         await self._runtime.stop(0.0)
@@ -73,13 +73,13 @@ class Server(uvicorn.Server):
             await self.lifespan.shutdown()
 
     async def _end_answers(self) -> None:
-        """Let answers send the end that the engine has just given them; what does not is cut off."""
+        """Give answers a moment to send the end event of the engine. The rest is cut off."""
         if self.server_state.tasks:
             await asyncio.wait(list(self.server_state.tasks), timeout=_FORCED_S)
 
 
 def serve(settings: Settings) -> str | None:
-    """Serve until told to stop; return why it could not go on, or None. Raises UnsupportedModel."""
+    """Serve until a signal stops the server; return why it could not continue, or None. Raises UnsupportedModel."""
 
     def on_fatal(_: str) -> None:
         server.give_up()
@@ -87,8 +87,8 @@ def serve(settings: Settings) -> str | None:
     for text in settings.warnings:
         log.warning("%s", text)
     if settings.all_api_keys:
-        told = Counter(f"{key.name} ({key.role})" for key in settings.all_api_keys)
-        log.info("API keys: %s", ", ".join(f"{num} x {name}" if num > 1 else name for name, num in told.items()))
+        counts = Counter(f"{key.name} ({key.role})" for key in settings.all_api_keys)
+        log.info("API keys: %s", ", ".join(f"{num} x {name}" if num > 1 else name for name, num in counts.items()))
     app = create_app(settings, on_fatal=on_fatal)
     runtime: Runtime = app.state.runtime
     server = Server(_uvicorn_config(app, settings), runtime, settings.drain_s)
@@ -99,7 +99,7 @@ def serve(settings: Settings) -> str | None:
 
 
 def _max_connections(wanted: int) -> int:
-    """Return how many connections may be open: what is wanted, but below the limit of the process's descriptors."""
+    """Return the wanted number of connections, reduced below the process's limit of file descriptors."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return wanted

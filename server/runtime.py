@@ -1,4 +1,4 @@
-"""What one running server is made of, and its life: begin in the background, serve, drain.
+"""The parts of one running server, and its lifecycle: load in the background, serve, drain.
 
 Knows settings, engine, tokenizer and metrics. Does not know HTTP.
 """
@@ -16,7 +16,7 @@ from engine.structured_output.grammars import VocabularySource, source_of
 from engine.weights import UnsupportedModel, WeightsError
 from server.grammar.check import GrammarCheck
 from server.http.time_limits import TimeLimits
-from server.metrics import Metrics
+from server.metrics import ServerMetrics
 from server.settings import Settings
 from server.text.codec import TextCodec, Tokenizer
 from server.tool_calls.support import ToolSupport, tool_support
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """Return what `work` returns. Unlike an executor's, its thread does not hold up the end of the process: fetching weights
-    takes minutes.
+    """Return the result of `work`. Unlike an executor's thread, this one does not delay the process's exit: fetching weights can
+    take minutes.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 
     def settle(method: Callable[[Any], None], value: Any) -> None:
-        if not outcome.done():  # else nobody waits any more
+        if not outcome.done():  # done: the waiting task was cancelled
             method(value)
 
     def post(method: Callable[[Any], None], value: Any) -> None:
@@ -55,9 +55,9 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
 
 
 class Runtime:
-    """Owns the engine's and the tokenizer's life. `fatal` says why the server cannot go on, once it cannot.
+    """Owns the lifecycle of engine and tokenizer. `fatal` is the reason why the server cannot continue, once it cannot.
 
-    `is_model_refused`: for a model that is not supported, so that another start would fail too.
+    `is_model_refused` is set for an unsupported model: another start would fail too.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Runtime:
     ) -> None:
         self.settings = settings
         self.engine = engine
-        self.metrics = Metrics(settings.served_name, settings.max_model_len, lambda: engine.health)
+        self.metrics = ServerMetrics(settings.served_name, settings.max_model_len, lambda: engine.health)
         self.created_s = int(time.time())
         self.time_limits = TimeLimits(settings.first_token_limit_s, settings.request_limit_s)
         self.fatal: str | None = None
@@ -80,42 +80,42 @@ class Runtime:
         self._codec: TextCodec | None = None
         self.grammars = GrammarCheck(self._describe_vocabulary)
         self.tool_support = ToolSupport()
-        self._life: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
         engine.add_listener(self.metrics.steps.on_step)
         engine.add_listener(self.metrics.audit.on_step)
 
     @property
     def codec(self) -> TextCodec:
-        """The tokenizer; raises EngineUnavailable before the engine is ready, which is later."""
+        """The tokenizer; raises EngineUnavailable until tokenizer and engine are ready, and while stopping."""
         if self._codec is None or self._is_stopping:
             raise EngineUnavailable("the server is shutting down" if self._is_stopping else "the model is loading")
         return self._codec
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be taken now, and answered: an engine that is silent hangs."""
+        """Whether a request would be accepted and answered now. An engine without heartbeats hangs."""
         return self._codec is not None and not self._is_stopping and self.is_healthy
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine is ready and not silent: one that hangs is alive and well to anybody who does not listen."""
+        """Whether the engine is ready and its last heartbeat is recent. The state alone does not show a hang."""
         health = self.engine.health
         if health.state is not EngineState.READY or health.heartbeat_age_s is None:
             return False
         return health.heartbeat_age_s <= self.settings.max_heartbeat_age_s
 
     async def _describe_vocabulary(self) -> VocabularySource:
-        """Return what grammars need of the tokenizer, read on its own thread."""
+        """Return the vocabulary that grammars need, read on the tokenizer's thread."""
         tokenizer, model = self._tokenizer, self.engine.model
         return await self.codec.thread.run(0, lambda: source_of(tokenizer, model.vocab_size, model.eos_token_ids))
 
     def begin(self) -> None:
-        """Start loading and return at once, so that the port can say how it goes."""
-        self._life = asyncio.create_task(self._live(), name="runtime")
+        """Start loading and return at once, so that the probes can report its progress."""
+        self._task = asyncio.create_task(self._run(), name="runtime")
 
-    async def _live(self) -> None:
-        """Load, then watch for an engine that has failed for good. Whatever goes wrong ends in `fatal`."""
+    async def _run(self) -> None:
+        """Load, then watch for an engine that has failed for good. Every error ends in `fatal`."""
         try:
             tokenizer = await _in_daemon_thread(self._load_tokenizer)
             await self.engine.start()
@@ -126,14 +126,14 @@ class Runtime:
             await self._failure()
             self._fail(self.engine.health.detail or "the engine failed for good")
         except Exception as error:
-            _, mark, refusal = str(error).rpartition(f"{UnsupportedModel.__name__}: ")  # a worker's error comes as text
+            _, mark, refusal = str(error).rpartition(f"{UnsupportedModel.__name__}: ")  # a worker's error arrives as text
             self.is_model_refused = isinstance(error, UnsupportedModel) or bool(mark)
             if not self.is_model_refused and not isinstance(error, WeightsError):
                 log.exception("the server cannot start")
             self._fail(refusal or repr(error))
 
     async def _failure(self) -> None:
-        """Return when the engine has failed for good; the door has no bell for that."""
+        """Return when the engine has failed for good. Polls, because EngineService has no event for it."""
         while self.engine.health.state is not EngineState.FAILED:  # noqa: ASYNC110
             await asyncio.sleep(_WATCH_INTERVAL_S)
 
@@ -146,11 +146,11 @@ class Runtime:
             self._on_fatal(reason)
 
     async def stop(self, drain_s: float) -> None:
-        """Admit nothing more, let requests finish for up to `drain_s`, end the rest. A second call with less forces."""
+        """Admit no more requests, let the running ones finish for up to `drain_s`, end the rest. A later call may shorten it."""
         self._is_stopping = True
-        if self._life is not None:
-            self._life.cancel()
-            await asyncio.gather(self._life, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         await self.engine.stop(drain_s)
         if self._codec is not None:
             self._codec.thread.close()

@@ -1,7 +1,7 @@
-"""Every setting of the server, where it may come from, and the engine configuration it becomes.
+"""Every setting of the server, its sources, and the engine configuration that it becomes.
 
-Precedence: command line, then environment (`LATEBRANCH_...`), then the YAML file, then the defaults here. A key or a
-variable that is not a setting is refused by name. docs/configuration.md lists them all.
+Precedence: command line, then environment (`LATEBRANCH_...`), then the YAML file, then the defaults here. An unknown key or
+variable is refused by name. docs/configuration.md lists all settings.
 """
 
 import os
@@ -32,7 +32,7 @@ SHIPPED = Path(__file__).parent.parent / "configs"
 SHIPPED_DRAFTERS, SHIPPED_SELECTORS = SHIPPED / "drafters", SHIPPED / "selectors"
 
 
-# What `public` sets unless something else does: for servers that others reach.
+# The defaults of a public server.
 PUBLIC: Mapping[str, Any] = {
     "host": "0.0.0.0",
     "max_requests_per_minute": 120,
@@ -50,7 +50,7 @@ class SettingsError(Exception):
 
 
 def _split(value: Any) -> Any:
-    """Return the items of a comma-separated string; lists of a YAML file pass."""
+    """Return the items of a comma-separated string; a list of a YAML file is returned unchanged."""
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
 
 
@@ -81,7 +81,7 @@ def _is_tracing_installed() -> bool:
 
 
 def _is_true(value: Any) -> bool:
-    """Return whether pydantic reads a value as true; what it reads as nothing it refuses itself."""
+    """Return whether pydantic reads a value as true. Pydantic refuses an invalid value itself."""
     try:
         return TypeAdapter(bool).validate_python(value)
     except ValidationError:
@@ -99,113 +99,114 @@ class Settings(BaseSettings):
 
     public: bool = Field(
         default=False,
-        description="For a server that others reach: listens on every interface, refuses to start without keys, and sets the "
-        "limits of docs/security.md where they are not set.",
+        description="For a networked server: listens on every interface, refuses to start without keys, and sets the limits of "
+        "docs/security.md that are unset.",
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_some_keys)] = Field(
         default=(),
         validate_default=False,
-        description="Keys that open the API, comma-separated, each KEY, NAME:KEY or NAME:ROLE:KEY (docs/security.md); unset: it "
-        "is open. /live and /health never need one.",
+        description="Keys of the API, comma-separated, each KEY, NAME:KEY or NAME:ROLE:KEY (docs/security.md); unset: the API is "
+        "open. /live and /health never need a key.",
     )
     api_keys_file: str | None = Field(
         default=None,
-        description="File with more such keys, one a line: a command line shows its keys to every user of the machine.",
+        description="File with more such keys, one per line; every user of the machine can see keys on a command line.",
     )
     max_requests_per_minute: int | None = Field(
         default=None,
         ge=1,
-        description="Requests (POST) a minute of each key, or without keys of all; more are answered 429. Unset: any.",
+        description="Requests (POST) per minute of each key, or without keys of all; more are answered 429. Unset: no limit.",
     )
     max_concurrent_requests: int | None = Field(
         default=None,
         ge=1,
-        description="Requests (POST) of each key, or without keys of all, that are answered at a time. Unset: any.",
+        description="Concurrent requests (POST) of each key, or without keys of all; more are answered 429. Unset: no limit.",
     )
     max_tokens_per_minute: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens a minute, of prompts and answers together, of each key, or without keys of all; a key that has used "
-        "more is answered 429 until its bucket has recovered. Unset: any.",
+        description="Tokens per minute, of prompts and answers together, of each key, or without keys of all. Above it, requests "
+        "are answered 429 until the excess is refilled. Unset: no limit.",
     )
-    ssl_certfile: str | None = Field(default=None, description="Certificate chain in PEM; HTTPS is spoken with it. Unset: HTTP.")
+    ssl_certfile: str | None = Field(default=None, description="Certificate chain in PEM; enables HTTPS. Unset: HTTP.")
     ssl_keyfile: str | None = Field(default=None, description="Its private key in PEM; unset: it is in ssl_certfile.")
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         default=(), description="Origins whose pages may call the API, comma-separated; * for any."
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         default=(),
-        description="Host names that requests may name beside localhost, comma-separated, without port. Unset: on a loopback "
-        "address no other, else any.",
+        description="Host names that requests may name besides localhost, comma-separated, without port. Unset: on a loopback "
+        "address no other name, else any name.",
     )
     playground: bool = Field(
-        default=True, description="Serve a page to try the model on at /; the page needs no key, its requests do."
+        default=True, description="Serve a page to try the model at /. The page needs no key; its API requests do."
     )
     docs: bool = Field(
-        default=True, description="Serve Swagger UI at /docs, from here alone; the page needs no key, its requests do."
+        default=True, description="Serve Swagger UI at /docs, without a CDN. The page needs no key; its API requests do."
     )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="Largest request body.")
     max_unfinished_body_bytes: int = Field(
         default=64 * 2**20,
         ge=1024,
-        description="Bytes of bodies that have not come whole, all together; beyond, those larger than their share are answered "
+        description="Bytes of incomplete request bodies, all together. Beyond it, bodies larger than an equal share are answered "
         "503. At least max_body_bytes.",
     )
     max_connections: int = Field(
         default=1000,
         ge=1,
-        description="Open connections, at most some hundred below the process's limit of descriptors; for one more, the one that "
+        description="Open connections, reduced below the process's limit of file descriptors. For one more, the connection that "
         "waits longest for a request is closed.",
     )
     max_choices: int = Field(
         default=128,
         ge=1,
         le=MAX_CHOICES,
-        description="Most choices of one request: prompts times n or best_of; never more than may run and wait.",
+        description="Most choices of one request: prompts times n or best_of; never more than max_running plus max_waiting.",
     )
     max_answer_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Most tokens that a request may set for each text, and the number of a chat that sets none. Unset: what "
+        description="Most tokens that a request may set for each text, and the default of a chat without a limit. Unset: what "
         "fits.",
     )
     max_tree_tokens: int = Field(default=64, ge=0, description="Most drafted tokens of the tree that a request may set.")
     first_token_limit_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds within which each text of a request must have its first token; else it is answered 503. Unset: any.",
+        description="Seconds within which each text of a request must have its first token; else it is answered 503. Unset: no "
+        "limit.",
     )
     request_limit_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds from when it is queued that a request may take at most; then it is answered 504. Unset: any.",
+        description="Seconds that a request may take from when it is queued; then it is answered 504. Unset: no limit.",
     )
     client_limit_s: float = Field(
         default=60.0,
         gt=0,
-        description="Seconds that a client may take to send a request, or take nothing of what it was sent; then it is cut off.",
+        description="Seconds that a client may take to send a request, or may read nothing of its answer; then it is cut off.",
     )
     drain_s: float = Field(default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     max_heartbeat_age_s: float = Field(
-        default=10.0, gt=0, description="/ready and /health fail if the engine has been silent for longer."
+        default=10.0, gt=0, description="/ready and /health fail if the engine's last heartbeat is older, in seconds."
     )
     hang_limit_s: float = Field(
         default=60.0,
         ge=2,
-        description="Seconds of silence after which the engine's worker is killed and started again; a long prefill on a slow "
-        "machine is one silent step.",
+        description="Seconds without a heartbeat after which the engine's worker is killed and started again; a step of a long "
+        "prefill on a slow machine sends none.",
     )
     max_deaths: int = Field(
         default=3,
         ge=1,
-        description="Workers in a row that die over a request, without a token of it in between, before it is tried alone; the "
-        "next one ends it.",
+        description="Workers in a row that die during a request, without a new token of it, before it is retried alone; the next "
+        "death ends it.",
     )
     spare_worker: bool = Field(
         default=True,
-        description="Keep a process that has imported what a worker needs: a dead one is replaced sooner, for 0.3 GB of memory.",
+        description="Keep a process that has imported the worker's modules: it replaces a dead one sooner, for 0.3 GB of memory.",
     )
     crash_dump_dir: str | None = Field(
         default=None, description="Folder for a JSON file of each death of a worker, the last 100 (docs/faults.md); unset: none."
@@ -213,16 +214,16 @@ class Settings(BaseSettings):
     crash_dump_texts: bool = Field(
         default=False, description="Write the tokens of prompts and answers, bad words and grammars to crash dumps too."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe log line written.")
-    log_format: Literal["text", "json"] = Field(default="text", description="How a log line is written.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Lowest level that is logged.")
+    log_format: Literal["text", "json"] = Field(default="text", description="Format of log lines.")
 
     log_requests: RequestLog = Field(
         default="off",
-        description="What is logged of requests: nothing, parameters (texts by their length alone), or texts too, cut short.",
+        description="What is logged of requests: nothing, parameters (with only the length of texts), or texts too, cut short.",
     )
     otlp_endpoint: str | None = Field(
         default=None,
-        description="OTLP/HTTP collector that is sent a trace of each request, for example http://127.0.0.1:4318; needs the "
+        description="OTLP/HTTP collector that receives a trace of each request, for example http://127.0.0.1:4318; needs the "
         "extra otel. Unset: none.",
     )
     trusted_proxies: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
@@ -231,15 +232,16 @@ class Settings(BaseSettings):
         "unset: none.",
     )
     strict: bool = Field(
-        default=False, description="Refuse every unknown field of a request; else those that cannot change a text are ignored."
+        default=False,
+        description="Refuse every unknown field of a request; else unknown fields that cannot change a text are ignored.",
     )
 
     model: str = Field(default="smollm2-135m", description="Target model: a preset's name, a folder, a GGUF file or a hub id.")
     model_name: str | None = Field(default=None, description="Name clients use for the model; unset: the value of model.")
     generation_config: Literal["auto", "none"] = Field(
         default="auto",
-        description="What a request gets that leaves a sampling parameter open; auto: what the model's generation_config.json "
-        "sets; none: the API's own defaults.",
+        description="Defaults of the sampling parameters that a request does not set; auto: those of the model's "
+        "generation_config.json; none: the API's own.",
     )
     tool_call_parser: ToolCallParser = Field(
         default="auto",
@@ -247,56 +249,56 @@ class Settings(BaseSettings):
     )
     drafter: Literal["auto", "none", "ngram", "early-exit", "head", "model"] = Field(
         default="auto",
-        description="What drafts tokens; auto: the shipped head, with cached text, or else (or under policy plain) ngram.",
+        description="Source of drafted tokens; auto: the shipped head with cached text; without one or with policy plain, ngram.",
     )
     draft_model: str | None = Field(default=None, description="Draft model, as in model; for drafter model.")
     lens: str | None = Field(default=None, description="Trained exit lens for drafter early-exit: a file; unset: none.")
     head: str | None = Field(default=None, description="Distilled draft head for drafter head: a file; unset: none.")
     cached_text: bool = Field(
-        default=False, description="Draft from earlier text too, beside a model; drafter ngram does nothing else."
+        default=False, description="Draft from cached text too, besides a model; drafter ngram always does."
     )
     ngram_min_tokens: int = Field(
-        default=2, ge=1, le=MAX_CONTEXT, description="Tokens that must match for cached text to be drafted from."
+        default=2, ge=1, le=MAX_CONTEXT, description="Tokens that must match before cached text is drafted from."
     )
     recent_tokens: int = Field(
         default=16384,
         ge=0,
-        description="Tokens of finished answers kept for each user of each API key, to draft their later ones from; 0: none.",
+        description="Tokens of finished answers kept for each user of each API key, to draft later answers from; 0: none.",
     )
     total_recent_tokens: int = Field(
         default=262_144,
         ge=0,
-        description="Tokens kept so for all users together, a few hundred bytes each; the least lately used are forgotten first.",
+        description="Tokens of finished answers kept for all users together, a few hundred bytes each; the least recently used "
+        "are removed first.",
     )
     verifier: VerifierName = Field(default="coupled", description="Rule that accepts drafted tokens.")
-    policy: Literal["plain", "fixed", "adaptive"] = Field(default="adaptive", description="What chooses tree shapes.")
+    policy: Literal["plain", "fixed", "adaptive"] = Field(
+        default="adaptive", description="How tree shapes are chosen: none, always expansion, or for each step by expected speed."
+    )
     expansion: Annotated[str, BeforeValidator(_checked_expansion)] = Field(
         default="4.1.0",
-        description="Tree: trunk.branches.depth of a delayed one, or tree.max_nodes, for example heap.16; "
-        "a noise_aware one may set the chance that a node must have, as noise_aware.16@0.2: the fixed one, or "
-        "one of the family that the adaptive policy chooses from.",
+        description="The fixed tree, or the family of the adaptive policy: trunk.branches.depth of a delayed tree, or "
+        "tree.max_nodes, for example heap.16; a noise_aware tree may set an acceptance threshold, as noise_aware.16@0.2.",
     )
     largest_expansion: Annotated[str | None, BeforeValidator(_checked_expansion)] = Field(
         default=None, description="Largest tree of the adaptive policy, of expansion's family; unset: 8.4.8, or 64 nodes."
     )
     selector: str = Field(
         default="auto",
-        description="What expects tokens of each tree under policy adaptive: counting (of acceptance), or the file of a trained "
-        "network; auto: where the server's rule draws (any but coupled), the network that ships for the model and its shipped "
-        "head, if one does; or else counting.",
+        description="Estimator of each tree's tokens under policy adaptive: counting (of acceptance), or the file of a trained "
+        "network; auto: with any verifier but coupled, the network that ships for the model and its shipped head, if there is "
+        "one; else counting.",
     )
     dtype: Literal["float32", "bfloat16", "int8", "compact"] = Field(
         default="float32",
-        description="Precision of the target: float32, bfloat16 (weights are rounded; where our library runs, that is all, and "
-        "elsewhere passes of different widths round differently), int8 (8-bit weights, by our library alone), "
-        "or compact (weights of a GGUF file in the 4 or 6 bits they have there, others in 8, inputs of layers in 8; by our "
-        "library alone); "
-        "docs/precision.md.",
+        description="Precision of the target: float32, bfloat16 (rounded weights; without our library, passes of different "
+        "widths also round differently), int8 (8-bit weights, only with our library), or compact (weights of a GGUF file in its "
+        "4 or 6 bits, others in 8, inputs of layers in 8; only with our library); docs/precision.md.",
     )
     draft_dtype: Literal["auto", "float32", "bfloat16", "int8", "compact"] = Field(
         default="auto",
-        description="Number format of a draft model or head, which changes no distribution; auto: int8 where our library "
-        "runs, else bfloat16 where the processor multiplies it; a half to a quarter of the memory traffic.",
+        description="Number format of a draft model or head, which does not affect the distribution; auto: int8 if our library "
+        "runs, else bfloat16 if the processor multiplies it; this saves memory traffic.",
     )
     device: str | None = Field(default=None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
     num_threads: int | None = Field(default=None, ge=1, description="Threads of the engine; unset: the physical cores.")
@@ -306,15 +308,15 @@ class Settings(BaseSettings):
     max_running: int = Field(default=32, ge=1, description="Sequences that take part in a step.")
     max_waiting: int = Field(default=256, ge=1, description="Sequences that may wait; more are answered 503 with Retry-After.")
     max_waiting_tokens: int = Field(
-        default=1 << 20, ge=1, description="Tokens of the prompts that may wait, unless one waits alone; more are answered 503."
+        default=1 << 20, ge=1, description="Prompt tokens that may wait, except for a single prompt; more are answered 503."
     )
-    max_step_tokens: int = Field(default=512, ge=1, description="Packed tokens of one target forward; at least max_running.")
+    max_step_tokens: int = Field(default=512, ge=1, description="Packed tokens of one target pass; at least max_running.")
     num_slots: int = Field(default=32768, ge=1, description="Tokens the key-value cache holds.")
     max_model_len: int = Field(default=8192, ge=1, description="Longest sequence in tokens, prompt and answer together.")
     prefix_cache: Literal["off", "key", "all"] = Field(
         default="key",
-        description="Requests that share cached prefixes: those of one API key (of one cache_salt), all, or none; how fast an "
-        "answer begins reveals the prompts that share with it.",
+        description="Requests that share cached prefixes: those of one API key (and one cache_salt), all, or none; with all, the "
+        "time to the first token can reveal the prompts of others.",
     )
 
     cuda_graphs: Literal["auto", "on", "off"] = Field(
@@ -323,7 +325,7 @@ class Settings(BaseSettings):
     )
     kv_canary: bool = Field(
         default=False,
-        description="Check every cache slot that is read to be the reader's own, and end a worker that reads another "
+        description="Check that every cache slot is read by its owner alone, and end a worker that violates this "
         "(docs/faults.md); slower.",
     )
 
@@ -331,20 +333,20 @@ class Settings(BaseSettings):
         default=0.0,
         ge=0,
         le=1,
-        description="Share of requests whose first tokens are checked in idle moments; 0.01 is typical.",
+        description="Share of requests whose first tokens are audited while the engine is idle; 0.01 is typical.",
     )
     audit_tokens: int = Field(
-        default=32, ge=1, le=128, description="Tokens of such a request that are checked, its first ones; at most 128."
+        default=32, ge=1, le=128, description="First tokens of such a request that are audited; at most 128."
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _public_has_defaults_of_its_own(cls, values: Any) -> Any:
+    def _apply_public_defaults(cls, values: Any) -> Any:
         is_public = isinstance(values, dict) and _is_true(values.get("public"))
         return {**PUBLIC, **values} if is_public else values
 
     @model_validator(mode="after")
-    def _public_is_closed(self) -> Self:
+    def _public_needs_keys(self) -> Self:
         if self.public and not self.all_api_keys:
             raise ValueError("public needs api_keys or api_keys_file")
         if self.public and "*" in self.cors_origins:
@@ -352,7 +354,7 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _files_belong_to_what_reads_them(self) -> Self:
+    def _files_fit_drafter_and_policy(self) -> Self:
         if (self.drafter == "model") != (self.draft_model is not None):
             raise ValueError("draft_model is given with drafter model, and only then")
         if self.lens is not None and self.drafter != "early-exit":
@@ -372,18 +374,18 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _files_of_secrets_can_be_read(self) -> Self:
+    def _secret_files_are_readable(self) -> Self:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile is given only with ssl_certfile")
         for path in (self.ssl_certfile, self.ssl_keyfile):
             if path is not None and not os.access(path, os.R_OK):
                 raise ValueError(f"{path} cannot be read")
-        _ = self.all_api_keys  # raises what is wrong with them
+        _ = self.all_api_keys  # raises ValueError for invalid keys
         return self
 
     @cached_property
     def all_api_keys(self) -> tuple[ApiKey, ...]:
-        """The keys themselves, those of the file too, each once."""
+        """The keys of the setting and of the file, each once."""
         entries = [key.get_secret_value() for key in self.api_keys]
         if self.api_keys_file is not None:
             entries += _lines_of(self.api_keys_file)
@@ -391,17 +393,18 @@ class Settings(BaseSettings):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed, but leaves a server less safe than it could be."""
+        """Warnings about allowed settings that make a server less secure."""
         keys, is_local = self.all_api_keys, is_loopback(self.host)
         secret_files = [path for path in (self.api_keys_file, self.ssl_keyfile) if path is not None]
         num_short = sum(len(key.secret) < MIN_KEY_CHARS for key in keys)
         found = {
-            f"no API key is set: whoever reaches {self.host} port {self.port} may use the API": not keys and not is_local,
+            f"no API key is set: every client that reaches {self.host} port {self.port} may use the API": not keys
+            and not is_local,
             f"{num_short} of the API keys have fewer than {MIN_KEY_CHARS} characters and can be guessed": num_short > 0,
-            f"keys and texts cross the network unencrypted unless a proxy speaks TLS for {self.host}": (
+            f"keys and texts cross the network unencrypted unless a proxy terminates TLS for {self.host}": (
                 self.public and self.ssl_certfile is None
             ),
-            "cors_origins has *: every page that a browser shows may call the API": "*" in self.cors_origins,
+            "cors_origins has *: every web page may call the API": "*" in self.cors_origins,
             **{f"every user of this machine may read {path}": may_others_read(path) for path in secret_files},
         }
         return tuple(text for text, is_so in found.items() if is_so)
@@ -425,7 +428,7 @@ class Settings(BaseSettings):
 
     @property
     def most_choices(self) -> int:
-        """Choices that one request can have: what more than fit into an idle engine would be told to try again for ever."""
+        """Choices that one request can have. More than an idle engine admits would get 503 on every retry."""
         return min(self.max_choices, self.max_running + self.max_waiting)
 
     @property
@@ -434,19 +437,19 @@ class Settings(BaseSettings):
         return self.model_name or self.model
 
     def to_tool_config(self) -> EngineConfig:
-        """Return the engine's part for a tool: the server's trace is not its to write, no audit, no canary.
+        """Return the engine's configuration for a tool: without the server's trace file, audit, canary and prefix cache.
 
-        Nor are prompts that it repeats fed for nothing.
+        Without the prefix cache a tool that repeats prompts measures their prefill each time.
         """
         config = self.to_engine_config()
         scheduler = replace(config.scheduler, prefix_block_tokens=0)
         return replace(config, trace_file=None, audit_share=0.0, kv_canary=False, scheduler=scheduler)
 
     def _selector(self, drafter: str) -> str | None:
-        """Return the network's file, None for counting.
+        """Return the network's file; None for counting.
 
-        One that ships is for servers whose rule draws: rows that rank their tokens have trees that it does not know, and are what
-        a server of the coupled rule runs.
+        A shipped network is for sampling verifiers. It was not trained on the trees of deterministic rows, which the coupled
+        verifier has.
         """
         if self.selector != "auto":
             return None if self.selector == "counting" else _named(self.selector)
@@ -455,7 +458,7 @@ class Settings(BaseSettings):
         return str(shipped) if is_known and self.verifier != "coupled" and shipped.is_file() else None
 
     def to_engine_config(self) -> EngineConfig:
-        """Return the engine's part."""
+        """Return the engine's configuration."""
         drafter, head, has_cached_text = self.drafter, _named(self.head), self.cached_text
         if drafter == "auto":
             shipped = SHIPPED_DRAFTERS / f"{self.model}-head.safetensors"
@@ -503,7 +506,7 @@ class Settings(BaseSettings):
 
 
 def or_shipped(path: Path) -> Path:
-    """Return a path; if the working folder lacks it and it begins with `configs/`, the file of that name that ships."""
+    """Return a path, or the shipped file of that name if the path begins with `configs/` and does not exist."""
     shipped = SHIPPED.parent / path
     return shipped if path.parts[:1] == (SHIPPED.name,) and not path.exists() and shipped.exists() else path
 
@@ -522,12 +525,12 @@ def load_settings(config_file: Path | None = None, overrides: Mapping[str, Any] 
         return _settings_from(config_file)(**(overrides or {}))
     except ValidationError as error:
         raise SettingsError("; ".join(map(_sentence, error.errors()))) from error
-    except Exception as error:  # what the YAML reader raises has no common base
+    except Exception as error:  # the errors of the YAML reader have no common base
         raise SettingsError(f"{config_file or 'environment'}: {error}") from error
 
 
 def _settings_from(config_file: Path | None) -> type[Settings]:
-    """Return Settings that read this file beside the environment."""
+    """Return Settings that read this file and the environment."""
 
     class FromFile(Settings):
         @classmethod

@@ -1,4 +1,4 @@
-"""`latebranch audit`: its arguments, with mistakes in them found before a model is loaded. server.cli.audit_run does the rest."""
+"""`latebranch audit`: its arguments, checked before a model is loaded. server.cli.audit_run does the rest."""
 
 import argparse
 import math
@@ -18,16 +18,16 @@ from server.settings import Settings, SettingsError, load_settings
 
 
 class AuditError(Exception):
-    """A mistake in what the audit was asked for; the message is one line."""
+    """A mistake in the arguments of the audit; the message is one line."""
 
 
 class AuditFailed(Exception):
-    """An engine that failed while it was audited; the message is one line."""
+    """The audited engine failed; the message is one line."""
 
 
 def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `audit`: what to audit, on what, and how sure to be."""
-    command = subparsers.add_parser("audit", help="prove that speculation does not change the target's law")
+    """Add `audit`: its settings, prompts and level of significance."""
+    command = subparsers.add_parser("audit", help="prove that speculation does not change the target's distribution")
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, verifier, threads")
     command.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help="YAML file: lists of user messages by kind")
     command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to use; all of the file by default")
@@ -41,7 +41,9 @@ def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     command.add_argument("--max-tokens", type=_count, default=8, help="tokens of such an answer")
     command.add_argument("--greedy-tokens", type=_count, default=48, help="tokens of each greedy and of each seeded text")
     command.add_argument("--seeds", type=_count, default=2, help="seeds tried with and without speculation")
-    command.add_argument("--alpha", type=_within(0.0, 1.0), default=1e-3, help="chance that a lossless engine fails a law test")
+    command.add_argument(
+        "--alpha", type=_within(0.0, 1.0), default=1e-3, help="chance that a lossless engine fails a statistical test"
+    )
     command.add_argument("--first-seed", type=_seed, default=None, help="repeats an audit; the report names its own")
     command.set_defaults(handler=_audit)
 
@@ -69,7 +71,7 @@ def _seed(text: str) -> int:
 
 
 def _whole(text: str, least: int) -> int:
-    """Return a whole number of at least `least` that fits 63 bits."""
+    """Return a whole number of at least `least` that fits in 63 bits."""
     with suppress(ValueError):
         if least <= (number := int(text)) < 2**63:
             return number
@@ -77,19 +79,19 @@ def _whole(text: str, least: int) -> int:
 
 
 def _within(low: float, high: float, is_high_open: bool = True) -> Callable[[str], float]:
-    """Return a reader of numbers between two others, the lower one excluded."""
+    """Return a parser of numbers in an interval that excludes its lower end."""
 
     def number(text: str) -> float:
         with suppress(ValueError):
             if low < (value := float(text)) < high or (value == high and not is_high_open):
                 return value
-        raise argparse.ArgumentTypeError(f"must lie in ({low:g}, {high:g}{')' if is_high_open else ']'}, not {text}")
+        raise argparse.ArgumentTypeError(f"must be in ({low:g}, {high:g}{')' if is_high_open else ']'}, not {text}")
 
     return number
 
 
 def _audit(parsed: argparse.Namespace) -> int:
-    """Run the audit and return its status: 1 too if the engine fails or weights cannot be had, 2 for mistaken arguments."""
+    """Run the audit and return its status: 1 also if the engine fails or weights are not available, 2 for wrong arguments."""
     try:
         settings = load_settings(parsed.config, {})
         texts = read_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts)
@@ -107,13 +109,13 @@ def _audit(parsed: argparse.Namespace) -> int:
 
 
 def _configured(settings: Settings) -> list[Expansion | None]:
-    """Return the configured tree, and None, the policy's own choice, where that may be another."""
+    """Return the configured tree; with policy adaptive also None, which means the policy's choice."""
     tree = parse_expansion(settings.expansion)
     return [tree, None] if settings.policy == "adaptive" else [tree]
 
 
 def probs_parameters(parsed: argparse.Namespace) -> list[SamplingParams]:
-    """Return the ways of drawing that were asked for, one for each temperature."""
+    """Return the requested sampling parameters, one for each temperature."""
     names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     others = {name: getattr(parsed, name) for name in names}
     return [SamplingParams(temperature, **others) for temperature in parsed.temperatures]

@@ -1,4 +1,4 @@
-"""The report of `latebranch audit` as text that a person can read. Knows records and columns."""
+"""Formats the report of `latebranch audit` as text. Knows records and columns."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from engine.core.types import ModelInfo
 
 
 def as_text(report: Report, info: ModelInfo, seconds: float) -> str:
-    """Return the whole report: what was audited, every check with its verdict, what would have been found, and the outcome."""
+    """Return the whole report: the audited engine, every check with its verdict and detection limit, and the outcome."""
     lines = [
         f"Audit of {info.name} ({info.dtype}, {info.device}), drafter {info.drafter}, first seed {report.first_seed}.",
         f"Reference: transformers' own plain forward, {report.reference_dtype}. {report.num_prompts} prompts, {seconds:.0f} s.",
@@ -27,7 +27,7 @@ def as_text(report: Report, info: ModelInfo, seconds: float) -> str:
 
 def _notes(report: Report) -> Iterator[str]:
     if report.reference_dtype == "bfloat16":
-        yield f"In {report.reference_dtype} passes of different widths round differently: what is tested includes that rounding."
+        yield f"In {report.reference_dtype} passes of different widths round differently: the tests include that rounding."
 
 
 def _sampled(sampled: SampledReport, level: float) -> Iterator[str]:
@@ -39,7 +39,7 @@ def _sampled(sampled: SampledReport, level: float) -> Iterator[str]:
             f"{test.p_value:>10.2g}{test.detectable(level):>8.3f}  {_verdict(test.p_value >= level)}"
         )
     support = sampled.support
-    found = f"{support.num_mismatch} found, {support.num_near_tie} at the edge of the law"
+    found = f"{support.num_mismatch} found, {support.num_near_tie} at the edge of the support"
     yield f"    {'impossible tokens':<28}{support.num_tokens:>8}  {found:<34}  {_verdict(not support.num_mismatch)}"
 
 

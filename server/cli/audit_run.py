@@ -1,4 +1,4 @@
-"""Runs `latebranch audit`: the configured engine says its texts and is dropped, then the reference judges them."""
+"""Runs `latebranch audit`: the configured engine writes its texts and is freed, then the reference checks them."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ EXIT_STATUS = {
     AuditVerdict.LOSSLESS: 0,
     AuditVerdict.VIOLATION: 1,
     AuditVerdict.INCONCLUSIVE: 3,
-}  # 2 is a mistake in what was asked
+}  # 2 is a mistake in the arguments
 Texts = Mapping[str, Sequence[str]]  # user messages by kind
 
 
@@ -59,7 +59,7 @@ def _audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
 
 
 def _collected(settings: Settings, plan: AuditPlan) -> tuple[ModelInfo, Collected]:
-    """Return what the engine is and says; it is gone afterwards, so that the reference has its memory."""
+    """Return the engine's facts and texts. The engine is freed on return, so that the reference can use its memory."""
     engine = tool_engine(settings.to_tool_config())
     return engine.info, collect(engine, plan)
 
@@ -71,7 +71,7 @@ def encoded(model: str, texts: Texts) -> tuple[tuple[int, ...], ...]:
 
 
 def plan_of(parsed: argparse.Namespace, prompts: tuple[tuple[int, ...], ...]) -> AuditPlan:
-    """Return what the arguments ask for: every temperature with every verifier and tree."""
+    """Return the plan of the arguments: every temperature with every verifier and tree."""
     settings = [Setting(*parts) for parts in product(probs_parameters(parsed), parsed.verifiers, parsed.expansions)]
     return AuditPlan(
         prompts=prompts,
@@ -86,14 +86,14 @@ def plan_of(parsed: argparse.Namespace, prompts: tuple[tuple[int, ...], ...]) ->
 
 
 def as_json(report: Report, info: ModelInfo) -> str:
-    """Return one line with the engine's facts and everything found."""
+    """Return one line with the engine's facts and the whole report."""
     verdict = {"verdict": report.verdict, "is_lossless": report.is_lossless, "inconclusive": report.inconclusive}
     everything = {"engine": asdict(info), **verdict, "level": report.level, "report": asdict(report)}
     return json.dumps(_finite(everything), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with null for infinite and undefined numbers, which JSON has not."""
+    """Return the value with null for infinite and undefined numbers, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

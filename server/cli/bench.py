@@ -1,4 +1,4 @@
-"""`latebranch bench`: its arguments, with mistakes in them found before a model is loaded. server.cli.bench_run does the rest."""
+"""`latebranch bench`: its arguments, checked before a model is loaded. server.cli.bench_run does the rest."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ _EXPANSIONS = [Expansion(4, 1, 0), Expansion(8, 1, 0), Expansion(2, 2, 3), Expan
 
 
 def add_bench_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `bench`: what to compare and on what."""
+    """Add `bench`: the verifiers and trees to compare, and the prompts."""
     command = subparsers.add_parser("bench", help="compare plain decoding with verifiers and expansions")
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, threads")
     command.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help="YAML file: lists of user messages by kind")
@@ -32,7 +32,7 @@ def add_bench_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _count(text: str) -> int:
-    """Return a count; ValueError for what is none."""
+    """Return a positive count; raise ValueError for any other text."""
     if (count := int(text)) < 1:
         raise ValueError(text)
     return count
@@ -45,7 +45,7 @@ def _temperature(text: str) -> float:
 
 
 def _bench(parsed: argparse.Namespace) -> int:
-    """Run the benchmark. A mistake in what was asked for is one line and status 2; weights that cannot be had, status 1."""
+    """Run the benchmark. A mistake in the arguments is one line and status 2; weights that are not available, status 1."""
     try:
         settings = load_settings(parsed.config, {})
         texts = read_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts)
@@ -59,7 +59,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 
 
 def _check_pairs(names: Sequence[str], expansions: Sequence[Expansion]) -> None:
-    """Refuse names that do not exist, and contenders that are exact beside no other."""
+    """Refuse unknown names, and verifiers or trees without an exact partner."""
     if unknown := [name for name in names if name not in VERIFIER_NAMES]:
         raise BenchError(f"no verifier is named {', '.join(unknown)}; the names are {', '.join(VERIFIER_NAMES)}")
     for expansion in expansions:

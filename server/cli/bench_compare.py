@@ -1,7 +1,7 @@
-"""Plain decoding against every verifier and expansion, on the same prompts, interleaved in one run.
+"""Compares plain decoding with every verifier and expansion, on the same prompts, interleaved in one run.
 
-Knows an engine in this process and its clock; no HTTP, no command line. A ratio is taken within a round, against that round's
-plain decoding; the median and the spread over rounds are reported.
+Knows an engine in this process and its clock; no HTTP, no command line. A ratio compares with plain decoding of the same round.
+The median and the spread over rounds are reported.
 """
 
 import statistics
@@ -22,12 +22,12 @@ class OutputsDiffer(AssertionError):
 
 
 class RequestFailed(RuntimeError):
-    """The engine gave up on a request, so that nothing was measured."""
+    """The engine ended a request with an error, so there is no measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One contender: a verifier and an expansion, or plain decoding."""
+    """A verifier and an expansion, or plain decoding."""
 
     verifier: str
     expansion: Expansion
@@ -39,13 +39,13 @@ class Case:
 
     @property
     def speculation(self) -> Speculation:
-        """What to ask of the engine."""
+        """The engine's speculation parameters."""
         return Speculation(not self.expansion.is_plain, self.expansion, self.verifier)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What every contender is given."""
+class BenchLoad:
+    """The requests that every case runs."""
 
     prompts: tuple[tuple[int, ...], ...]
     temperature: float
@@ -53,7 +53,7 @@ class Load:
     concurrency: int
 
     def requests(self, case: Case, round_number: int) -> Iterator[Request]:
-        """Yield one request a prompt; seeds depend on prompt and round, not on the case."""
+        """Yield one request per prompt; seeds depend on prompt and round, not on the case."""
         for index, prompt in enumerate(self.prompts):
             seed = None if self.temperature == 0 else 1000 * round_number + index
             sampling = SamplingParams(self.temperature, seed=seed, max_tokens=self.max_tokens, ignore_eos=True)
@@ -62,7 +62,7 @@ class Load:
 
 @dataclass
 class Run:
-    """One contender's pass over the load."""
+    """One case's pass over the load."""
 
     texts: dict[str, list[int]] = field(default_factory=dict)
     steps: list[StepStats] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens a second, prompts' feeding included."""
+        """Emitted tokens per second; the time includes the prefill."""
         return sum(len(ids) for ids in self.texts.values()) / self.seconds
 
     @property
@@ -90,7 +90,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A contender's figures over all rounds. Ratios are to plain decoding in the same round: median, lowest, highest."""
+    """A case's figures over all rounds. Ratios are to plain decoding in the same round: median, lowest, highest."""
 
     case: str
     temperature: float
@@ -114,7 +114,7 @@ def run_case(engine: Engine, requests: Iterator[Request], concurrency: int) -> R
 
 
 def stepped(engine: Engine, requests: Iterator[Request], concurrency: int, run: Run) -> Iterator[None]:
-    """Do so a step at a time, noted in `run`: whoever measures several lets them step in turns."""
+    """Run the requests one step per iteration, and record the steps in `run`. A caller can interleave several engines."""
     living, is_exhausted = 0, False
     while not is_exhausted or living:
         while not is_exhausted and living < concurrency:
@@ -137,7 +137,7 @@ def stepped(engine: Engine, requests: Iterator[Request], concurrency: int, run: 
     engine.check_integrity()
 
 
-def compare(engine: Engine, cases: Sequence[Case], load: Load, kind: str, num_rounds: int) -> list[Result]:
+def compare(engine: Engine, cases: Sequence[Case], load: BenchLoad, kind: str, num_rounds: int) -> list[Result]:
     """Run every case in every round, in turn; the first case must be plain decoding.
 
     A greedy text that differs from plain decoding's raises OutputsDiffer. In bfloat16, where wide and narrow passes round
@@ -169,7 +169,7 @@ def _differing(run: Run, plain: Run) -> list[str]:
     return [name for name, ids in run.texts.items() if ids != plain.texts[name]]
 
 
-def _result(index: int, case: Case, rounds: Sequence[Sequence[Run]], load: Load, kind: str) -> Result:
+def _result(index: int, case: Case, rounds: Sequence[Sequence[Run]], load: BenchLoad, kind: str) -> Result:
     runs = [one[index] for one in rounds]
     ratios = [one[index].tokens_per_s / one[0].tokens_per_s for one in rounds]
     return Result(
@@ -206,7 +206,7 @@ def table(results: Sequence[Result]) -> str:
 def cases_of(verifiers: Sequence[str], expansions: Sequence[Expansion], temperature: float) -> list[Case]:
     """Return plain decoding and then every verifier with every expansion that drafts something and that it is exact on.
 
-    At temperature 0 every verifier is the same walk along the arg max, so one stands for all.
+    At temperature 0 every verifier is the same walk along the arg max, so one of them is enough.
     """
     drafting = [expansion for expansion in expansions if not expansion.is_plain]
     pairs = [(verifier, expansion) for expansion in drafting for verifier in verifiers if is_exact(expansion.kind, verifier)]

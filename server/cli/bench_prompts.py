@@ -13,19 +13,19 @@ BENCH_PROMPTS = SHIPPED / "bench_prompts.yaml"
 
 
 class BenchError(Exception):
-    """A mistake in what the benchmark was asked for; the message is one line."""
+    """A mistake in the arguments of the benchmark; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One user message, and text that its answer is likely to repeat, if the file foretells any."""
+    """One user message, and text that its answer is likely to repeat, if the file has a prediction."""
 
     text: str
     prediction: str | None = None
 
 
 def load_prompts(path: Path, kinds: Sequence[str], limit: int) -> dict[str, tuple[Prompt, ...]]:
-    """Return up to `limit` prompts of each of the kinds (of all, if none is named). Raises BenchError."""
+    """Return up to `limit` prompts of each of the kinds, of all kinds if `kinds` is empty. Raises BenchError."""
     prompts = _prompts(path)
     unknown = [kind for kind in kinds if kind not in prompts]
     if unknown:
@@ -45,7 +45,7 @@ def _prompts(path: Path) -> dict[str, tuple[Prompt, ...]]:
         raise BenchError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     is_kinds = isinstance(value, dict) and all(isinstance(entries, list) and entries for entries in value.values())
     if not value or not is_kinds or not all(_is_prompt(entry) for entries in value.values() for entry in entries):
-        raise BenchError(f"{path} is no file of prompts: it must map each kind to a list of texts, or of text and prediction")
+        raise BenchError(f"{path} is not a file of prompts: it must map each kind to a list of texts, or of text and prediction")
     return {str(kind): tuple(_prompt(entry) for entry in entries) for kind, entries in value.items()}
 
 

@@ -13,7 +13,7 @@ from engine.engine import Engine
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.pretrained import load_tokenizer
 from server.assembly import tool_engine
-from server.cli.bench_compare import Load, Result, cases_of, compare, table
+from server.cli.bench_compare import BenchLoad, Result, cases_of, compare, table
 from server.cli.bench_prompts import BenchError
 from server.settings import Settings
 from server.text.chat_ids import chat_ids
@@ -23,7 +23,7 @@ Texts = Mapping[str, Sequence[str]]  # user messages by kind
 
 
 def bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
-    """Run the benchmark on messages by kind; return the exit status. Raises BenchError if the engine cannot do what is asked."""
+    """Run the benchmark on messages by kind; return the exit status. Raises BenchError if the engine refuses the settings."""
     try:
         return _bench(settings, texts, parsed)
     except (BadConfiguration, UnsupportedModel, RequestRefused) as error:
@@ -41,11 +41,11 @@ def _bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
 
 
 def run_bench(engine: Engine, prompts: Mapping[str, Prompts], parsed: argparse.Namespace) -> list[Result]:
-    """Run the whole benchmark; each kind and temperature is printed as it is done."""
+    """Run the whole benchmark. The table of each kind and temperature is printed when it is finished."""
     results: list[Result] = []
     for kind, of_kind in prompts.items():
         for temperature in parsed.temperatures:
-            load = Load(of_kind, temperature, parsed.max_tokens, parsed.concurrency)
+            load = BenchLoad(of_kind, temperature, parsed.max_tokens, parsed.concurrency)
             cases = cases_of(parsed.verifiers, parsed.expansions, temperature)
             part = compare(engine, cases, load, kind, parsed.rounds)
             results += part

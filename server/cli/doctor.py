@@ -1,4 +1,4 @@
-"""What starting a server of given settings would find, each part in a line, before any weight is loaded.
+"""Examines what a server with given settings would run on, one line per part, before any weight is loaded.
 
 Knows configurations, folders and this machine. Does not know how findings are printed, and starts no engine.
 """
@@ -29,7 +29,7 @@ from selector.network.net_estimator import mismatches
 
 
 class Level(StrEnum):
-    """How grave a finding is; what is refused prevents serving."""
+    """The severity of a finding; `refused` prevents serving."""
 
     OK = "ok"
     WARNING = "warning"
@@ -38,7 +38,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     part: str
     level: Level
@@ -47,7 +47,7 @@ class Finding:
 
 
 def examine(config: EngineConfig) -> Iterator[Finding]:
-    """Yield the findings. Fetches no preset; other references are resolved as at a start. What cannot be known is left out."""
+    """Yield the findings. Fetches no preset; other references are resolved as at a start. Unknown facts are left out."""
     device = device_of(config)
     if device.type == "cuda" and not torch.cuda.is_available():
         yield Finding("device", Level.REFUSED, f"{device}: torch finds no CUDA device")
@@ -116,7 +116,7 @@ def _model(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
 
 
 def _passes(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
-    """Say of a GPU how passes are started there, and of any device if graphs are demanded where there are none."""
+    """Report how passes run on a GPU, and on any device an error if required CUDA graphs are not available."""
     reason = why_not_replayed(config, configuration_of(config.model), device)
     if config.cuda_graphs == "on" and reason is not None:
         yield Finding("passes", Level.REFUSED, f"cuda_graphs: on: {reason}")
@@ -137,8 +137,8 @@ def _cache(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     bounds = {"max_model_len": limits.max_model_len, "num_slots": limits.num_slots, "model": positions or limits.max_model_len}
     longest = min(bounds.values())
     level = Level.WARNING if longest == bounds["num_slots"] and longest < limits.max_model_len else Level.OK
-    told = ", ".join(f"{name} {bound}" for name, bound in bounds.items())
-    yield Finding("cache", level, f"texts of {longest} tokens at most ({told})")
+    bounds_text = ", ".join(f"{name} {bound}" for name, bound in bounds.items())
+    yield Finding("cache", level, f"texts of {longest} tokens at most ({bounds_text})")
 
 
 def _drafter(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
@@ -156,7 +156,7 @@ def _drafter(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
 
 def _selector(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
     if config.policy != "adaptive" or config.selector is None:
-        how = "acceptance is counted" if config.policy == "adaptive" else f"policy {config.policy} needs none"
+        how = "acceptance is counted" if config.policy == "adaptive" else f"policy {config.policy} needs no selector"
         yield Finding("selector", Level.OK, how)
         return
     path = Path(config.selector)
@@ -164,7 +164,7 @@ def _selector(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
     try:
         net, recipe = SelectorNet.load(path)
         if _is_missing(config.model):
-            yield Finding("selector", Level.OK, f"{path.name} can be read; whether it fits is seen when the model is there")
+            yield Finding("selector", Level.OK, f"{path.name} can be read; whether it fits is checked when the model is fetched")
             return
         width = configuration_of(config.model).get_text_config().hidden_size
         read = width + (head_shape(Path(config.head)).width if config.head is not None else 0)
@@ -175,5 +175,5 @@ def _selector(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
     yield from (Finding("selector", grave, f"{path.name} cannot be used: {one}{instead}") for one in differences)
     if not differences:
         of = f", made for {recipe['model']}" if "model" in recipe else ""
-        told = f"{len(net.menu)} trees, rules {', '.join(net.shape.rules)}"
-        yield Finding("selector", Level.OK, f"{path.name} fits{of}: {told}; other rules are counted")
+        shape = f"{len(net.menu)} trees, rules {', '.join(net.shape.rules)}"
+        yield Finding("selector", Level.OK, f"{path.name} fits{of}: {shape}; other rules are counted")

@@ -1,4 +1,4 @@
-"""`latebranch doctor`: what a server of these settings would run on, and what would keep it from running.
+"""`latebranch doctor`: what a server with these settings would run on, and what prevents it from running.
 
 The exit status is 0 if it could serve, 1 if something prevents it, 2 if the settings are wrong or the model
 is not supported.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def add_doctor_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `doctor`, with the flags of `serve`."""
-    command = subparsers.add_parser("doctor", help="say what a server of these settings would run on, and what prevents it")
+    command = subparsers.add_parser("doctor", help="report what a server with these settings would run on, and what prevents it")
     command.add_argument("--json", action="store_true", help="print JSON, every setting included")
     add_settings_flags(command)
     command.set_defaults(handler=_doctor)
@@ -39,16 +39,16 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
     findings = list(examine(settings.to_engine_config()))
     findings += [Finding("security", Level.WARNING, text) for text in settings.warnings]
-    told = _settings_told(settings, given_flags(parsed), getattr(parsed, "config", None))
+    report = _settings_report(settings, given_flags(parsed), getattr(parsed, "config", None))
     is_refused = any(finding.level is Level.REFUSED for finding in findings)
-    sys.stdout.write(_as_json(findings, told, is_refused) if parsed.json else _as_text(findings, told, is_refused))
+    sys.stdout.write(_as_json(findings, report, is_refused) if parsed.json else _as_text(findings, report, is_refused))
     if any(finding.is_unsupported for finding in findings):
         return 2
     return 1 if is_refused else 0
 
 
-def _settings_told(settings: Settings, flags: dict[str, str], config_file: Path | None) -> dict[str, dict[str, Any]]:
-    """Return each setting's value and where it came from; keys are hidden."""
+def _settings_report(settings: Settings, flags: dict[str, str], config_file: Path | None) -> dict[str, dict[str, Any]]:
+    """Return each setting's value and source; keys are hidden."""
     in_file = yaml.safe_load(or_shipped(config_file).read_text()) or {} if config_file is not None else {}
     in_environment = {name.upper() for name in os.environ}
     sources = [
@@ -61,12 +61,12 @@ def _settings_told(settings: Settings, flags: dict[str, str], config_file: Path 
     return {name: {"value": values[name], "from": next(s for s, has in sources if has(name))} for name in Settings.model_fields}
 
 
-def _as_json(findings: "list[Finding]", told: dict[str, dict[str, Any]], is_refused: bool) -> str:
-    report = {"can_serve": not is_refused, "findings": [asdict(finding) for finding in findings], "settings": told}
+def _as_json(findings: "list[Finding]", settings: dict[str, dict[str, Any]], is_refused: bool) -> str:
+    report = {"can_serve": not is_refused, "findings": [asdict(finding) for finding in findings], "settings": settings}
     return json.dumps(report, indent=2) + "\n"
 
 
-def _as_text(findings: "list[Finding]", told: dict[str, dict[str, Any]], is_refused: bool) -> str:
+def _as_text(findings: "list[Finding]", settings: dict[str, dict[str, Any]], is_refused: bool) -> str:
     lines = [f"{finding.level:8} {finding.part:10} {finding.text}" for finding in findings]
-    lines += [f"setting  {name} = {row['value']} ({row['from']})" for name, row in told.items() if row["from"] != "default"]
+    lines += [f"setting  {name} = {row['value']} ({row['from']})" for name, row in settings.items() if row["from"] != "default"]
     return "\n".join([*lines, "it cannot serve" if is_refused else "it can serve"]) + "\n"

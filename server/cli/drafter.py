@@ -1,4 +1,4 @@
-"""`latebranch drafter`: making drafters and checking them. Each command is a module of its own."""
+"""`latebranch drafter`: trains drafters and checks them. Each command has its own module."""
 
 import argparse
 

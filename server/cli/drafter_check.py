@@ -1,4 +1,4 @@
-"""`latebranch drafter check`: whether a draft model, a lens or a head belongs to a target, and what differs if not."""
+"""`latebranch drafter check`: checks whether a draft model, a lens or a head fits a target, and reports the differences."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ def add_check_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def _check(parsed: argparse.Namespace) -> int:
-    """Print the comparison; return 0 if the two belong together, 1 if not or if one cannot be read."""
+    """Print the comparison; return 0 if the drafter fits, 1 if not or if a file cannot be read."""
     from engine.draft.models.compatibility import (  # here, because they bring torch
         UnreadableDrafter,
         compare_fingerprint,

@@ -1,4 +1,4 @@
-"""`latebranch drafter fit-lens`: makes an early-exit drafter for a target, from text the target writes itself."""
+"""`latebranch drafter fit-lens`: trains an early-exit drafter for a target, on text that the target writes itself."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from server.settings import SHIPPED
 from server.text.chat_ids import chat_ids
 
 _PROMPTS = SHIPPED / "fitting_prompts.yaml"
-_HELD_OUT = 10  # one text in this many is kept to measure on
+_HELD_OUT = 10  # one text in this many is held out for measurement
 
 
 def add_fit_lens_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -32,7 +32,7 @@ def add_fit_lens_command(commands: "argparse._SubParsersAction[argparse.Argument
 
 
 def _fit_lens(parsed: argparse.Namespace) -> int:
-    import torch  # here, so that the other commands need not wait for it
+    import torch  # here, because it is slow to import
 
     from engine.distill.early_exit_lens import evaluate_lens, fit_lens, generated_texts
     from engine.model.causal_lm import load_model

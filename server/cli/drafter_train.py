@@ -1,4 +1,4 @@
-"""`latebranch drafter train` and `evaluate`: distil a draft head for a target, and measure one on texts it never saw."""
+"""`latebranch drafter train` and `evaluate`: distil a draft head for a target, and measure a head on held-out texts."""
 
 import argparse
 import hashlib
@@ -29,7 +29,9 @@ _PROMPTS = _ROOT / "configs" / "drafters" / "prompts.yaml"
 
 def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `train`."""
-    train = commands.add_parser("train", help="distil a draft head: the target writes texts, a small net learns its laws")
+    train = commands.add_parser(
+        "train", help="distil a draft head: the target writes texts, a small net learns its distributions"
+    )
     _add_target(train)
     train.add_argument("--work", type=Path, required=True, help="folder of texts and checkpoints; a run that was cut off goes on")
     train.add_argument(
@@ -103,7 +105,7 @@ def _weights(text: str) -> dict[str, int]:
 
 
 def _train(parsed: argparse.Namespace) -> int:
-    from engine.distill.corpus import Corpus, collect  # torch is slow to import, and other commands need not wait
+    from engine.distill.corpus import Corpus, collect  # here, because torch is slow to import
     from engine.distill.distil import distil, shape_for
     from engine.distill.prompts import PromptGrammar, draw_in_turn
     from engine.distill.rows import require_plain_output
@@ -157,7 +159,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _complete(parsed: argparse.Namespace) -> None:
-    """Fill in what was left to us; raise ValueError for settings that would not be kept to."""
+    """Fill in the defaults; raise ValueError for settings that would be ignored."""
     import torch
 
     from engine.distill.trainer import usual_precision
@@ -197,7 +199,7 @@ def _complete(parsed: argparse.Namespace) -> None:
 
 
 def _trained_before(path: Path, target: str) -> "tuple[DraftHead, dict[str, object]]":
-    """Load a head of the same target to go on with, and its recipe; raise ValueError if it is of another."""
+    """Load a head of the same target to continue with, and its recipe; raise ValueError if its target is another."""
     from engine.draft.models.head import DraftHead
 
     try:
@@ -210,7 +212,7 @@ def _trained_before(path: Path, target: str) -> "tuple[DraftHead, dict[str, obje
 
 
 def _made_with(parsed: argparse.Namespace, target: str, layers: Sequence[int]) -> dict[str, str]:
-    """Return all that texts of a folder must have in common."""
+    """Return the facts that all texts of a folder must share."""
     grammars = [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in parsed.prompt_grammar]
     return {
         "target": target,
@@ -235,7 +237,9 @@ def _evaluate(parsed: argparse.Namespace) -> int:
         prompts = read_prompts(parsed.prompts, parsed.kinds, sys.maxsize)
         model = _load(parsed, folder)
         if (depth := len(model.module.model.layers)) != head.shape.feature_layers[-1]:
-            raise ValueError(f"{parsed.head.name} does not read the target's last layer, {depth}: its law cannot be compared")
+            raise ValueError(
+                f"{parsed.head.name} does not read the target's last layer, {depth}: its distribution cannot be compared"
+            )
     except (WeightsError, UnreadableDrafter, BenchError, OSError, ValueError, SafetensorError) as error:
         sys.stderr.write(f"latebranch drafter evaluate: {error}\n")
         return 1
@@ -249,7 +253,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
 
 def _head_of(target: Path, file: Path) -> "DraftHead":
-    """Return a head, with a word where it was made for other weights; raise ValueError where it cannot be the target's."""
+    """Return a head, with a warning if it was made for other weights; raise ValueError if it cannot fit the target."""
     from engine.draft.models.compatibility import compare_fingerprint
     from engine.draft.models.head import DraftHead
 
@@ -279,7 +283,7 @@ def _as_chats(folder: Path, messages: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 def _command(parsed: argparse.Namespace) -> str:
-    """Return the command line that makes this head again, every setting spelt out."""
+    """Return the command line that makes this head again, with every setting."""
     settings = {
         name: value for name, value in vars(parsed).items() if name not in _NOT_RECORDED and value not in (None, {}, [_PROMPTS])
     }
@@ -289,7 +293,7 @@ def _command(parsed: argparse.Namespace) -> str:
 
 
 def _place(path: Path) -> str:
-    """Return where a file of the project is in it, of others the name."""
+    """Return a file's path inside the project; the name of a file outside."""
     whole = path.absolute()
     return str(whole.relative_to(_ROOT)) if whole.is_relative_to(_ROOT) else path.name
 

@@ -57,7 +57,7 @@ def _add_serve_command(subparsers: "argparse._SubParsersAction[argparse.Argument
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    from server.process import serve  # here, so that the other commands need not wait for its imports
+    from server.process import serve  # here, because its imports are slow
 
     try:
         settings = settings_of(parsed)

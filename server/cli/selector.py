@@ -1,4 +1,4 @@
-"""`latebranch selector`: measuring, training and judging the network that chooses trees. Each command is a module of its own."""
+"""`latebranch selector`: measures, trains and evaluates the network that chooses trees. Each command has its own module."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from server.cli.selector_train import add_train_command
 
 def add_selector_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `selector` with its commands."""
-    selector = subparsers.add_parser("selector", help="make or judge a network that expects what each tree brings")
+    selector = subparsers.add_parser("selector", help="train or evaluate a network that predicts each tree's tokens")
     commands = selector.add_subparsers(required=True, metavar="COMMAND")
     add_collect_command(commands)
     add_train_command(commands)

@@ -1,7 +1,8 @@
-"""`latebranch selector collect`: what every tree of the menu brings at roots along texts that the target writes.
+"""`latebranch selector collect`: measures the expected tokens of every tree of the menu, at roots in texts of the target.
 
-Texts of several temperatures for each prompt, a root every few tokens, some trees a root: each holds all trees of the menu, and
-what they bring is the exact expectation of the verifier. Beside it goes what a policy could have known before drafting.
+Each prompt has texts of several temperatures, a root every few tokens, and several sampled trees per root. Each sampled tree
+contains all trees of the menu. Their tokens are the exact expectation of the verifier. The features that a policy has before
+drafting are stored with them.
 """
 
 import argparse
@@ -30,25 +31,25 @@ if TYPE_CHECKING:
     from selector.profile import Profile
 
 
-_SIDE_BY_SIDE = 8  # prompts whose answers are written together
+_BATCH = 8  # prompts whose answers are written together
 
 
 def add_collect_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `collect`."""
-    collect = commands.add_parser("collect", help="measure what every tree brings at roots of texts that the target writes")
+    collect = commands.add_parser("collect", help="measure every tree's tokens at roots in texts that the target writes")
     collect.add_argument("--config", type=Path, help="YAML file of settings: models, drafter, verifier, expansion")
-    collect.add_argument("--out", type=Path, required=True, help="folder of examples; a run that was cut off goes on")
+    collect.add_argument("--out", type=Path, required=True, help="folder of examples; an interrupted run is continued")
     collect.add_argument(
         "--prompt-grammar", type=Path, default=SHIPPED_DRAFTERS / "prompts.yaml", help="YAML file of templates and fillers"
     )
     collect.add_argument("--prompts", type=Path, help="YAML file of prompts by kind, in place of the grammar's")
     collect.add_argument("--kinds", nargs="*", default=[], help="of prompts; all of them by default")
     collect.add_argument("--num-prompts", type=int, default=24, help="of each kind, at most")
-    collect.add_argument("--verifiers", nargs="*", default=[], help="rules to judge by beside the configured one")
+    collect.add_argument("--verifiers", nargs="*", default=[], help="verifiers to measure besides the configured one")
     collect.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
     collect.add_argument("--max-tokens", type=int, default=128, help="tokens the target writes after a prompt")
     collect.add_argument("--stride", type=int, default=16, help="tokens between two roots")
-    collect.add_argument("--trees", type=int, default=4, help="sampled trees a root")
+    collect.add_argument("--trees", type=int, default=4, help="sampled trees per root")
     collect.add_argument("--seed", type=int, default=7, help="of prompts and texts; not that of the head's own training")
     collect.set_defaults(handler=_collect)
 
@@ -83,23 +84,23 @@ def _collect(parsed: argparse.Namespace) -> int:
     kinds = f" --kinds {' '.join(parsed.kinds)}" if parsed.kinds else ""
     num_prompts: int = parsed.num_prompts
     command = f"{_command(parsed)}{kinds} --num-prompts {num_prompts}"
-    made_by = f"{_command(parsed)}, judged by {', '.join(collector.rules)}"  # settings come from the environment too
+    made_by = f"{_command(parsed)}, judged by {', '.join(collector.rules)}"  # settings may come from the environment too
     notes = {"command": command, "num_prompts": num_prompts, "design": made_by, "model": settings.model, "prices": coefficients}
-    if head := settings.to_tool_config().head:  # what it makes of the target's states is what a network reads
+    if head := settings.to_tool_config().head:  # a network reads the head's states
         notes["head"] = tensors_digest(Path(head))
         notes["design"] = f"{made_by}, beside the head {notes['head']}"
     if others := folder.designs() - {str(notes["design"])}:
         made = "; ".join(sorted(others))
-        sys.stderr.write(f"latebranch selector collect: {parsed.out} holds examples that were made differently: {made}\n")
+        sys.stderr.write(f"latebranch selector collect: {parsed.out} has examples that were made differently: {made}\n")
         return 1
     done = len(prompts) - len(missing)
     to_write = [(name, kind, chat_ids(tokenizer, text)) for name, (kind, text) in missing.items()]
     with progress_bar(what="measuring roots", total=len(prompts), initial=done, unit="prompt") as bar:
-        for begin in range(0, len(to_write), _SIDE_BY_SIDE):
-            encoded = {name: (kind, ids) for name, kind, ids in to_write[begin : begin + _SIDE_BY_SIDE]}
+        for begin in range(0, len(to_write), _BATCH):
+            encoded = {name: (kind, ids) for name, kind, ids in to_write[begin : begin + _BATCH]}
             for name, examples in collector.of_prompts(encoded):
                 if examples is None:
-                    sys.stderr.write(f"latebranch selector collect: the answers to {name} hold no root: too short; left out\n")
+                    sys.stderr.write(f"latebranch selector collect: the answers to {name} are too short for a root; left out\n")
                 else:
                     folder.add(name, examples, notes)
                 bar.update()
@@ -121,7 +122,7 @@ def _texts(parsed: argparse.Namespace) -> Mapping[str, Sequence[str]]:
 
 
 def _command(parsed: argparse.Namespace) -> str:
-    """Return the command line but for kinds and number of prompts, to which more can be added."""
+    """Return the command line without kinds and number of prompts, which later runs may extend."""
     verifiers = f" --verifiers {' '.join(parsed.verifiers)}" if parsed.verifiers else ""
     temperatures = " ".join(f"{one:g}" for one in parsed.temperatures)
     flags = f"--max-tokens {parsed.max_tokens} --stride {parsed.stride} --trees {parsed.trees} --seed {parsed.seed}"
@@ -132,7 +133,7 @@ def _command(parsed: argparse.Namespace) -> str:
 
 
 def _measured_engine(settings: Settings) -> "tuple[Engine, Profile]":
-    """Return an engine that decodes plainly, and what this machine's steps cost."""
+    """Return an engine that decodes plainly, and the cost profile of this machine's steps."""
     from engine.build import build_engine
     from engine.core.config import EngineConfig
     from engine.core.policy import ExpansionPolicy, PlainDecoding, RootSource
@@ -154,7 +155,7 @@ def _measured_engine(settings: Settings) -> "tuple[Engine, Profile]":
 
 @dataclass(frozen=True)
 class Design:
-    """How much to measure, and by which rules beside the configured one."""
+    """The amount of measurement, and the verifiers besides the configured one."""
 
     temperatures: tuple[float, ...]
     verifiers: tuple[str, ...]
@@ -164,9 +165,9 @@ class Design:
 
 
 class Collector:
-    """Measures prompts, one after the other; what was counted of one is known at the next, as on a server.
+    """Measures prompts one after the other. Acceptance counts carry over from one prompt to the next, as on a server.
 
-    `rules` judge the trees of texts that are drawn: the configured verifier's and the others asked for.
+    `rules` are the verifiers of sampled texts: the configured one and the requested others.
     """
 
     def __init__(self, engine: "Engine", settings: Settings, design: Design, seed: int) -> None:
@@ -179,29 +180,29 @@ class Collector:
         config = settings.to_engine_config()
         self._menu: Menu = menu_of(config.expansion, config.verifier, config.largest_expansion)
         if not all(entry.is_delayed for entry in self._menu.entries):
-            raise ValueError(f"the network knows delayed trees alone, not those of {config.expansion}")
+            raise ValueError(f"the network supports only delayed trees, not those of {config.expansion}")
         self._design, self._seed = design, seed
-        self._lab: Counterfactual = Counterfactual(engine)
+        self._counterfactual: Counterfactual = Counterfactual(engine)
         self.rules = tuple(dict.fromkeys((config.verifier, *design.verifiers)))
         branching = max(self._menu.entries, key=lambda entry: (entry.branches, entry.max_depth))
         inexact = [name for name in self.rules if not is_exact(branching.kind, name)]
         if inexact:
             raise ValueError(f"{', '.join(inexact)} is not lossless on {branching.tree} trees")
-        self._whole = replace(branching, trunk=0, depth=max(1, int(self._menu.depths.max())))
+        self._full_tree = replace(branching, trunk=0, depth=max(1, int(self._menu.depths.max())))
         self._verifiers: dict[str, Verifier] = {name: create_verifier(name) for name in self.rules}
         self._counting = {name: CountedAcceptance(self._menu) for name in ("greedy", *self.rules)}
         self._seeds = count(seed << 32)
 
     def of_prompts(self, prompts: "Mapping[str, tuple[str, Sequence[int]]]") -> "Iterator[tuple[str, Examples | None]]":
-        """Yield each prompt's name with its examples, None if its answers are too short to hold a root.
+        """Yield each prompt's name with its examples, None if its answers are too short for a root.
 
-        The answers to all of them are written side by side first.
+        The answers to all prompts are written first, in one batch.
         """
         from engine.core.types import SamplingParams
         from selector.network.examples import Examples
 
         ways = [SamplingParams(one, max_tokens=self._design.max_tokens, seed=self._seed) for one in self._design.temperatures]
-        texts = iter(self._lab.generate([(prompt, sampling) for _, prompt in prompts.values() for sampling in ways]))
+        texts = iter(self._counterfactual.generate([(prompt, sampling) for _, prompt in prompts.values() for sampling in ways]))
         for name, (kind, prompt) in prompts.items():
             parts = [
                 example
@@ -213,7 +214,7 @@ class Collector:
     def _of_text(
         self, labels: tuple[str, str], text: Sequence[int], num_prompt: int, sampling: "SamplingParams"
     ) -> "Iterator[Examples]":
-        self._lab.load(text)
+        self._counterfactual.load(text)
         rules = ("greedy",) if sampling.is_greedy else self.rules
         for point in range(num_prompt + 1, len(text) - 1, self._design.stride):
             for rule in rules:
@@ -223,7 +224,7 @@ class Collector:
     def _of_root(
         self, point: int, num_prompt: int, name: str, rule: str, sampling: "SamplingParams", labels: tuple[str, str]
     ) -> "Examples":
-        """Return one example, and let the counting learn from its trees."""
+        """Return one example, and add the acceptance of its trees to the counts."""
         import numpy as np
 
         from engine.profiling.counterfactual import TreeSpec
@@ -235,10 +236,10 @@ class Collector:
         counting = self._counting[rule]
         counted = counting.estimate([view])
         chain = TreeSpec(self._menu.entries[1], verifier, next(self._seeds))
-        features = features_of([view], self._lab.facts(point, chain, sampling), counted.tokens, self._menu)
+        features = features_of([view], self._counterfactual.facts(point, chain, sampling), counted.tokens, self._menu)
         num_trees = 1 if sampling.is_greedy else self._design.num_trees
-        plantings = [TreeSpec(self._whole, verifier, next(self._seeds)) for _ in range(num_trees)]
-        whole = self._lab.nested(point, self._menu.entries, plantings, sampling)
+        plantings = [TreeSpec(self._full_tree, verifier, next(self._seeds)) for _ in range(num_trees)]
+        whole = self._counterfactual.nested(point, self._menu.entries, plantings, sampling)
         brought = [whole.tokens(index, self._verifiers.get(rule)) for index in range(num_trees)]
         self._count(counting, name, whole, brought)
         return Examples(
@@ -258,7 +259,7 @@ class Collector:
     def _count(
         self, counting: "CountedAcceptance", name: str, whole: "NestedPoint", brought: "Sequence[Sequence[TreeOutcome]]"
     ) -> None:
-        """Tell what some steps would have told since the root before: the longest chain and the widest tree in turn."""
+        """Observe the outcomes that steps since the previous root would report: the longest chain and the widest tree in turn."""
         from engine.core.policy import DraftOutcome
 
         entries = self._menu.entries

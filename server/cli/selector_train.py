@@ -1,4 +1,4 @@
-"""`latebranch selector train`: from a folder of examples to a network, on a processor, in minutes."""
+"""`latebranch selector train`: trains a network on a folder of examples. A CPU is enough."""
 
 import argparse
 import json
@@ -17,9 +17,9 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train = commands.add_parser("train", help="train the network on collected examples")
     train.add_argument("--examples", type=Path, required=True, help="folder that `collect` made")
     train.add_argument("--out", type=Path, required=True, help="safetensors file to write, with its curve (.jsonl) beside it")
-    # What is not asked for is the plan's own (selector.network.train).
+    # A plan option that is not given keeps its default (selector.network.train).
     plan = train.add_argument_group("plan", argument_default=argparse.SUPPRESS)
-    plan.add_argument("--objective", choices=["tokens", "policy"], help="expect tokens, or choose as the paper's selector does")
+    plan.add_argument("--objective", choices=["tokens", "policy"], help="predict tokens, or choose as the paper's selector does")
     plan.add_argument("--epochs", dest="max_epochs", metavar="EPOCHS", type=int, help="at most")
     plan.add_argument("--patience", type=int, help="epochs without a gain, after which it ends")
     plan.add_argument("--batch", type=int, help="examples of an update")
@@ -34,8 +34,8 @@ def _train(parsed: argparse.Namespace) -> int:
 
     try:
         examples, notes, seconds_RM = read_examples(parsed.examples)
-        asked = {field.name: getattr(parsed, field.name) for field in fields(SelectorTrainingPlan) if hasattr(parsed, field.name)}
-        plan = SelectorTrainingPlan(**asked)
+        given = {field.name: getattr(parsed, field.name) for field in fields(SelectorTrainingPlan) if hasattr(parsed, field.name)}
+        plan = SelectorTrainingPlan(**given)
         trained = train(examples, seconds_RM, plan)
     except ValueError as error:
         sys.stderr.write(f"latebranch selector train: {error}\n")
@@ -51,7 +51,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def read_examples(folder: Path) -> "tuple[Examples, dict[str, Any], Array]":
-    """Return the examples, the notes beside them and the seconds of each step; raise ValueError if there are none."""
+    """Return the examples, their notes and the seconds of each step; raise ValueError if there are no examples."""
     from selector.cost import CostModel
     from selector.network.examples import ExampleFolder
     from selector.network.replay import seconds_of

@@ -1,4 +1,4 @@
-"""A flag for every setting, for the commands that start a server or look at one before it starts."""
+"""A flag for every setting, for the commands that start a server or examine its settings."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ from server.settings import Settings, load_settings
 
 
 def add_settings_flags(command: argparse.ArgumentParser) -> None:
-    """Add `--config` and the flags. Those that are not given are absent from what is parsed."""
+    """Add `--config` and the flags. Flags that are not given are absent from the parsed arguments."""
     command.add_argument("--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="YAML file of settings")
     for name, field in Settings.model_fields.items():
         flag, text = f"--{name.replace('_', '-')}", _help(field.description, field.default)

@@ -1,4 +1,4 @@
-"""`latebranch trace view` and `html`: what an engine did at each step, from the file that it wrote.
+"""`latebranch trace view` and `html`: show the steps of an engine, from its trace file.
 
 The handlers return the exit status.
 """
@@ -51,7 +51,7 @@ def _view(parsed: argparse.Namespace) -> int:
         for line in _lines(parsed):
             sys.stdout.write(line + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads the output (head, a pager) has seen enough
+    except BrokenPipeError:  # the reader of the output (head, a pager) has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (TraceError, WeightsError, OSError) as error:
         sys.stderr.write(f"latebranch trace: {error}\n")
@@ -82,14 +82,14 @@ def _steps(parsed: argparse.Namespace) -> Iterable[ShownStep]:
 
 
 def _token_texts(reference: str) -> "Callable[[int], TokenText]":
-    """Return what has the text and bytes of single tokens."""
+    """Return a function from a token id to its text and bytes."""
     from server.text.codec import TextCodec
 
     return TextCodec(load_tokenizer(resolve(reference).folder)).token_text
 
 
 def _spelt_as_text(reference: str) -> Spell:
-    """Return what quotes the text of token ids: escaped, so that a line stays a line whatever a model has written."""
+    """Return a function from token ids to their quoted text, escaped so that it has no line breaks."""
     tokenizer = load_tokenizer(resolve(reference).folder)
 
     def spelt(token_ids: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
-"""What `latebranch trace html` writes: recorded steps as one page that needs nothing beside itself.
+"""The page of `latebranch trace html`: recorded steps in one self-contained file.
 
-It is drawn by the playground's own code. Knows records and files of the page. Does not know arguments or tokenizers.
+It uses the playground's code. Knows records and files of the page. Does not know arguments or tokenizers.
 """
 
 import hashlib
@@ -18,21 +18,21 @@ from server.generation.step_trace import Spell, step_trace_of
 from server.text.codec import TokenText
 
 _FOLDER = Path(__file__).parents[1] / "playground"
-_MODULES = ("tree.js", "answer.js", "recorded.js")  # each after those it imports from
+_MODULES = ("tree.js", "answer.js", "recorded.js")  # in the order of their imports
 
 
 def named_by_id(token_id: int) -> TokenText:
-    """Return what stands for a token where no tokenizer is known."""
+    """Return the id as a token's text, for a page without a tokenizer."""
     return TokenText(f" {token_id}", f" {token_id}".encode())
 
 
 def page_of(steps: Iterable[ShownStep], spell: Spell, title: str) -> str:
-    """Return the page of the steps' rows, request by request; raise ValueError if there is none."""
+    """Return the page of the steps' rows, grouped by request; raise ValueError if there are no rows."""
     requests: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for shown in steps:
         for row in shown.rows:
-            told = step_trace_of(step_trace(shown.step.stats, row), spell)
-            requests.setdefault((row.request_id, header_line(shown.header)), []).append(told.model_dump(exclude_unset=True))
+            trace = step_trace_of(step_trace(shown.step.stats, row), spell)
+            requests.setdefault((row.request_id, header_line(shown.header)), []).append(trace.model_dump(exclude_unset=True))
     if not requests:
         raise ValueError("no row of a request is among these steps")
     data = [{"id": name, "engine": engine, "steps": rows} for (name, engine), rows in requests.items()]
@@ -54,7 +54,7 @@ def _filled(data: str, title: str) -> str:
 
 
 def _script() -> str:
-    """Return the modules as one: they need not be loaded where they stand in one text, in the order of their imports."""
+    """Return the modules joined in the order of their imports, without import and export statements."""
     whole = "\n".join(map(_read, _MODULES))
     return re.sub(r"^import .*\n|^export ", "", whole, flags=re.MULTILINE)
 

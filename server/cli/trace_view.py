@@ -1,4 +1,4 @@
-"""What `latebranch trace view` writes: steps, rows and token trees as text.
+"""The text of `latebranch trace view`: steps, rows and token trees.
 
 Knows records and lines of text. Does not know files, arguments or tokenizers.
 """
@@ -11,7 +11,7 @@ from engine.core.tree import ROOT, TokenTree
 from engine.core.types import STAGES, StepStats
 from engine.trace.records import TracedStep, TraceHeader, TraceRecord
 
-Spell = Callable[[Sequence[int]], str]  # token ids to what is shown for them
+Spell = Callable[[Sequence[int]], str]  # from token ids to their shown text
 
 
 def spelt_as_ids(token_ids: Sequence[int]) -> str:
@@ -21,7 +21,7 @@ def spelt_as_ids(token_ids: Sequence[int]) -> str:
 
 @dataclass
 class ShownStep:
-    """A step and those of its rows that are wanted; filled while its records are read. `header` says what engine ran it."""
+    """A step and its selected rows, filled while its records are read. `header` describes the engine that ran it."""
 
     header: TraceHeader
     step: TracedStep
@@ -29,7 +29,7 @@ class ShownStep:
 
 
 def shown_steps(records: Iterable[TraceRecord], request_id: str | None) -> Iterator[ShownStep]:
-    """Yield the steps of a trace; with a request, those in which it has a row, and of their rows its own."""
+    """Yield the steps of a trace. With a request id, yield only steps with rows of that request, and only those rows."""
     current: ShownStep | None = None
     header: TraceHeader | None = None
     for record in records:
@@ -52,7 +52,7 @@ def _is_wanted(shown: ShownStep, request_id: str | None) -> bool:
 
 
 def lines_of(steps: Iterable[ShownStep], spell: Spell) -> Iterator[str]:
-    """Yield the lines that show the steps; an engine is named before its first one."""
+    """Yield the lines that show the steps. A line with the engine precedes its first step."""
     header: TraceHeader | None = None
     for shown in steps:
         if shown.header is not header:
@@ -64,7 +64,7 @@ def lines_of(steps: Iterable[ShownStep], spell: Spell) -> Iterator[str]:
 
 
 def header_line(header: TraceHeader) -> str:
-    """Return what names an engine."""
+    """Return the line that describes an engine."""
     return (
         f"engine: {header.model}, drafter {header.drafter}, verifier {header.verifier}, policy {header.policy}, "
         f"{header.dtype} on {header.device}"
@@ -79,7 +79,7 @@ def _step_line(shown: ShownStep) -> str:
 
 
 def _policy_words(stats: StepStats) -> str:
-    """Return why the trees are what they are, where somebody chose."""
+    """Return the policy's reason and prediction, empty for a step without a prediction."""
     if stats.predicted_s is None:
         return ""
     reason = stats.policy_reason.replace("_", " ")
@@ -108,7 +108,7 @@ def _outcome_words(row: TracedRow, spell: Spell) -> str:
 
 
 def drawn_tree(tree: TokenTree, path: Sequence[int], spell: Spell) -> list[str]:
-    """Return the lines of a drawing, the root on the left, accepted nodes in brackets, `x2` behind what was drawn twice.
+    """Return the lines of a drawing: the root on the left, accepted nodes in brackets, `x2` after a node that was drawn twice.
 
     [5] -+- [17] -+- 33 - 4
          |        +- 8 x2
@@ -127,7 +127,7 @@ def _label(tree: TokenTree, node: int, path: Sequence[int], spell: Spell) -> str
 
 
 def _joined(label: str, branches: Sequence[list[str]]) -> list[str]:
-    """Return a node's lines: its label, and its branches beside it, one below the other."""
+    """Return a node's lines: its label, and to the right its branches, one below the other."""
     if not branches:
         return [label]
     lines = []
@@ -140,7 +140,7 @@ def _joined(label: str, branches: Sequence[list[str]]) -> list[str]:
 
 
 def _joint(index: int, num_branches: int) -> tuple[str, str]:
-    """Return what joins a branch's first line to its parent, and what stands left of its other lines."""
+    """Return the connector of a branch's first line to its parent, and the indent of its other lines."""
     if num_branches == 1:
         return " - ", "   "
     return " -+- " if index == 0 else "  +- ", "     " if index == num_branches - 1 else "  |  "

@@ -1,4 +1,4 @@
-"""`latebranch weights list | fetch | where`: what can be fetched, fetching it, and where it lies.
+"""`latebranch weights list | fetch | where`: lists models, fetches them, and prints their folders.
 
 Knows arguments and text; engine.weights does the work. Each handler returns the exit status.
 """
@@ -75,7 +75,7 @@ def _megabytes(size_bytes: int) -> str:
 def _fetch(arguments: argparse.Namespace) -> Iterable[str]:
     names = list(load_presets()) if arguments.all else arguments.names
     if not names:
-        raise WeightsError("name a model or say --all; `latebranch weights list` shows the names")
+        raise WeightsError("name a model or use --all; `latebranch weights list` shows the names")
     for name in names:
         yield f"{name}: {resolve(name, progress=not arguments.quiet).folder}"
 

@@ -1,1 +1,1 @@
-"""From pieces of text to the two wire formats."""
+"""Converts pieces of text to the wire formats."""

@@ -8,7 +8,7 @@ from server.tool_calls.reader import CallPiece
 
 
 def call_delta(piece: CallPiece) -> CallDelta:
-    """Return what a stream says of a piece: a call begins with its id and name, then its arguments come."""
+    """Return a stream's delta of a piece: a call begins with its id and name, then its arguments follow."""
     if piece.name is None:
         return CallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments))
     function = FunctionDelta(name=piece.name, arguments=piece.arguments)
@@ -16,7 +16,7 @@ def call_delta(piece: CallPiece) -> CallDelta:
 
 
 def whole_calls(pieces: Sequence[CallPiece]) -> list[AnswerCall]:
-    """Return the calls whose pieces these are."""
+    """Return the calls that the pieces make up."""
     calls: list[AnswerCall] = []
     for piece in pieces:
         if piece.name is not None:
@@ -28,5 +28,5 @@ def whole_calls(pieces: Sequence[CallPiece]) -> list[AnswerCall]:
 
 
 def _call_id() -> str:
-    """Return the id of a call, which nobody else has."""
+    """Return a unique id for a call."""
     return f"call_{uuid.uuid4().hex[:24]}"

@@ -6,7 +6,7 @@ from typing import Any
 from engine.core.types import FinishReason
 from server.formats.calls import call_delta, whole_calls
 from server.formats.common import (
-    Form,
+    AnswerOptions,
     InChunk,
     finish_reason,
     metrics_of,
@@ -33,26 +33,26 @@ from server.text.token_entry import TokenEntry
 
 
 class ChatFormat:
-    """One answer. It remembers which choices of a stream have begun, with their role, and which have called tools.
+    """One answer. Tracks which choices of a stream have sent their role, and which have called tools.
 
-    Where an answer may be calls alone (`offers_tools`), no content is null and not an empty text.
+    If an answer may consist of calls alone (`offers_tools`), missing content is null, not an empty text.
     """
 
-    def __init__(self, form: Form, offers_tools: bool = False) -> None:
-        self._form = form
-        self._head = form.head("chatcmpl")
-        self._has_logprobs = form.num_top_logprobs is not None
+    def __init__(self, options: AnswerOptions, offers_tools: bool = False) -> None:
+        self._options = options
+        self._head = options.head("chatcmpl")
+        self._has_logprobs = options.num_top_logprobs is not None
         self._no_content = None if offers_tools else ""
         self._begun: set[int] = set()
         self._called: set[int] = set()
 
     def chunks(self, piece: Piece, usage: InChunk) -> Iterator[ChatChunk]:
-        """Yield a choice's role before anything else of it, then content, then calls, then the end by itself."""
+        """Yield the chunks of a choice: its role first, then content, then calls, then the end in a chunk of its own."""
         if piece.index not in self._begun:
             self._begun.add(piece.index)
             begin = self._chunk(piece.index, usage, Delta(role="assistant", content=self._no_content))
-            yield begin.model_copy(update=self._form.prompt_ids_of(piece))
-        rest = {"logprobs": self._logprobs(piece), **self._form.ids_of(piece), **trace_of(piece)}
+            yield begin.model_copy(update=self._options.prompt_ids_of(piece))
+        rest = {"logprobs": self._logprobs(piece), **self._options.ids_of(piece), **trace_of(piece)}
         for delta in self._deltas(piece):
             yield self._chunk(piece.index, usage, delta, **rest)
             rest = {}
@@ -66,12 +66,12 @@ class ChatFormat:
     def answer(self, pieces: Sequence[Piece], generation: Generation) -> ChatCompletion:
         """Return the whole answer."""
         choices = [self._choice(piece) for piece in pieces]
-        rest = {**self._numbers(generation), **prompt_logprobs_of(pieces[0]), **self._form.prompt_ids_of(pieces[0])}
+        rest = {**self._numbers(generation), **prompt_logprobs_of(pieces[0]), **self._options.prompt_ids_of(pieces[0])}
         return ChatCompletion(object="chat.completion", choices=choices, **self._head, **rest)
 
     def _deltas(self, piece: Piece) -> Iterator[Delta]:
-        """Yield what a piece adds to the message; tokens that add nothing yet but are told of come with an empty text."""
-        has_tokens = piece.entries or piece.trace or (self._form.gives_token_ids and piece.token_ids)
+        """Yield the deltas of a piece. Reported tokens that add no text yet are sent with an empty text."""
+        has_tokens = piece.entries or piece.trace or (self._options.gives_token_ids and piece.token_ids)
         if piece.text or (has_tokens and not piece.calls):
             yield Delta(content=piece.text)
         for call in piece.calls:
@@ -93,11 +93,11 @@ class ChatFormat:
             message=message,
             logprobs=self._logprobs(piece),
             **self._end(piece, bool(piece.calls)),
-            **self._form.ids_of(piece),
+            **self._options.ids_of(piece),
         )
 
     def _end(self, piece: Piece, has_called: bool) -> dict[str, Any]:
-        """Return how a choice ended: a message that ends by itself with calls in it ends in them."""
+        """Return how a choice ended: `tool_calls` if the model ended a message that has calls."""
         is_calls = has_called and piece.finish is FinishReason.STOP
         return {"finish_reason": "tool_calls" if is_calls else finish_reason(piece.finish), **stop_reason_of(piece)}
 
@@ -108,7 +108,7 @@ class ChatFormat:
 
 
 def _token_logprob(entry: TokenEntry) -> TokenLogprob:
-    assert entry.logprob is not None  # as a prompt's first token has it, which no chat gives back
+    assert entry.logprob is not None  # only a prompt's first token has None, and chats do not echo the prompt
     top = [TopLogprob(**_fields(token, logprob)) for token, logprob in entry.top]
     return TokenLogprob(**_fields(entry.token, entry.logprob), top_logprobs=top)
 

@@ -1,4 +1,4 @@
-"""What both wire formats share: their Protocol, the numbers of a generation, ends, and samples put together again."""
+"""Shared by the wire formats: their Protocol, the counts of a generation, finish reasons, and joining the pieces of samples."""
 
 import time
 import uuid
@@ -19,24 +19,24 @@ InChunk = Mapping[str, Any]  # the field `usage` of a chunk that has choices; em
 
 
 class Format(Protocol):
-    """One answer in one of the formats: it has one id and one time, however many chunks it is sent in."""
+    """One answer in one of the formats. All chunks have the same id and time."""
 
     def chunks(self, piece: Piece, usage: InChunk) -> Iterable[BaseModel]:
-        """Return what a stream says of one piece; nothing if it adds nothing. Every chunk has `usage` as given."""
+        """Return the chunks of one piece, which may be none. Every chunk has `usage` as given."""
         ...
 
     def usage_chunk(self, generation: Generation) -> BaseModel:
-        """Return a stream's last chunk, which has the numbers and no choices."""
+        """Return a stream's last chunk, which has the counts and no choices."""
         ...
 
     def answer(self, pieces: Sequence[Piece], generation: Generation) -> BaseModel:
-        """Return the answer that is no stream; `pieces` has one piece for each choice, in order."""
+        """Return the answer without a stream; `pieces` has one piece for each choice, in order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What a request says of its answer's form."""
+class AnswerOptions:
+    """The options of a request that affect the form of its answer."""
 
     model: str
     num_top_logprobs: int | None
@@ -44,8 +44,8 @@ class Form:
     gives_token_ids: bool
 
     @classmethod
-    def of(cls, body: GenerationRequest) -> "Form":
-        """Return the form that a request asks for."""
+    def of(cls, body: GenerationRequest) -> "AnswerOptions":
+        """Return the options of a request."""
         return cls(body.model, body.num_top_logprobs, body.request_id, bool(body.return_token_ids))
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -53,24 +53,24 @@ class Form:
         return {"id": f"{kind}-{self.request_id or uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
 
     def ids_of(self, piece: Piece) -> dict[str, Any]:
-        """Return the field `token_ids` if it was asked for."""
+        """Return the field `token_ids` if it was requested."""
         return {"token_ids": list(piece.token_ids)} if self.gives_token_ids else {}
 
     def prompt_ids_of(self, piece: Piece) -> dict[str, Any]:
-        """Return the field `prompt_token_ids` if it was asked for and the piece is a choice's first."""
-        is_told = self.gives_token_ids and piece.prompt_ids is not None
-        return {"prompt_token_ids": list(piece.prompt_ids or ())} if is_told else {}
+        """Return the field `prompt_token_ids` if it was requested and the piece is a choice's first."""
+        is_given = self.gives_token_ids and piece.prompt_ids is not None
+        return {"prompt_token_ids": list(piece.prompt_ids or ())} if is_given else {}
 
 
 def finish_reason(finish: FinishReason | None) -> Literal["stop", "length"] | None:
-    """Return what the wire calls an end. Errors and aborts never come here: they are error answers."""
+    """Return the `finish_reason` of the wire format. Errors and aborts are error answers and have none."""
     if finish is None:
         return None
     return "length" if finish is FinishReason.LENGTH else "stop"
 
 
 def stop_reason_of(piece: Piece) -> dict[str, Any]:
-    """Return the field `stop_reason` of an end: the stop string or token that was asked for and came."""
+    """Return the field `stop_reason` of an end: the requested stop string or token that ended the text."""
     return {"stop_reason": piece.stop_reason} if piece.finish is not None else {}
 
 
@@ -90,7 +90,7 @@ def usage_of(generation: Generation) -> Usage:
 
 
 def metrics_of(counts: AcceptanceCounts) -> Metrics:
-    """Return what speculation did for the returned tokens. The histogram has a place for every depth, as vLLM's has."""
+    """Return the acceptance of drafts behind the returned tokens. The histogram has an entry for every depth, as in vLLM."""
     num_steps, num_accepted = counts.num_steps, counts.num_accepted_tokens
     speculative = SpeculativeDecoding(
         mean_acceptance_length=1 + num_accepted / num_steps if num_steps else 1.0,
@@ -106,7 +106,7 @@ def metrics_of(counts: AcceptanceCounts) -> Metrics:
 
 
 async def joined(pieces: AsyncIterator[Piece], num_choices: int) -> list[Piece]:
-    """Return one piece for each choice, in the order of their indices, when all have come."""
+    """Wait for all pieces; return one joined piece for each choice, in the order of their indices."""
     parts: list[list[Piece]] = [[] for _ in range(num_choices)]
     async for piece in pieces:
         parts[piece.index].append(piece)
@@ -123,18 +123,18 @@ def _joined_choice(index: int, pieces: Sequence[Piece]) -> Piece:
 
 
 def prompt_logprobs_of(piece: Piece) -> dict[str, Any]:
-    """Return the field `prompt_logprobs` if it was asked for: by token the candidates by id, null for the first."""
+    """Return the field `prompt_logprobs` if it was requested: for each token its candidates by id, null for the first token."""
     if piece.prompt is None:
         return {}
-    told = [
+    logprobs = [
         {str(one.token_id): PromptLogprob(logprob=one.logprob, rank=one.rank, decoded_token=one.text) for one in candidates}
         for candidates in piece.prompt
     ]
-    return {"prompt_logprobs": [candidates or None for candidates in told]}
+    return {"prompt_logprobs": [candidates or None for candidates in logprobs]}
 
 
 def trace_of(piece: Piece) -> dict[str, Any]:
-    """Return the field `speculative_trace` if it was asked for."""
+    """Return the field `speculative_trace` if it was requested."""
     return {} if piece.trace is None else {"speculative_trace": piece.trace}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from server.formats.common import (
-    Form,
+    AnswerOptions,
     InChunk,
     finish_reason,
     metrics_of,
@@ -21,15 +21,15 @@ from server.text.token_entry import TokenEntry
 
 
 class CompletionFormat:
-    """One answer: its chunks and its whole have the same shape."""
+    """One answer. Chunks and whole answers have the same shape."""
 
-    def __init__(self, form: Form) -> None:
-        self._form = form
-        self._head = form.head("cmpl")
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
+        self._head = options.head("cmpl")
 
     def chunks(self, piece: Piece, usage: InChunk) -> Iterator[Completion]:
-        """Yield one chunk if there is text, the end, a step to tell of, or tokens where they are asked for."""
-        if piece.text or piece.finish is not None or piece.trace or self._form.gives_token_ids:
+        """Yield one chunk if there is text, an end, a traced step, or tokens whose ids are requested."""
+        if piece.text or piece.finish is not None or piece.trace or self._options.gives_token_ids:
             yield self._completion([self._choice(piece)], usage)
 
     def usage_chunk(self, generation: Generation) -> Completion:
@@ -47,7 +47,7 @@ class CompletionFormat:
         return {"usage": usage_of(generation), "metrics": metrics_of(generation.acceptance)}
 
     def _choice(self, piece: Piece) -> CompletionChoice:
-        num_top = self._form.num_top_logprobs
+        num_top = self._options.num_top_logprobs
         return CompletionChoice(
             index=piece.index,
             text=piece.text,
@@ -55,8 +55,8 @@ class CompletionFormat:
             finish_reason=finish_reason(piece.finish),
             **stop_reason_of(piece),
             **prompt_logprobs_of(piece),
-            **self._form.ids_of(piece),
-            **self._form.prompt_ids_of(piece),
+            **self._options.ids_of(piece),
+            **self._options.prompt_ids_of(piece),
             **trace_of(piece),
         )
 
@@ -71,7 +71,7 @@ def _logprobs(entries: Sequence[TokenEntry], num_top: int) -> CompletionLogprobs
 
 
 def _top(entry: TokenEntry) -> dict[str, float] | None:
-    """Return the likeliest tokens, and the chosen one where it is not among them; nothing was likelier before a text began."""
+    """Return the likeliest tokens and the returned one; None for the first token of a prompt, which has no log-probability."""
     if entry.logprob is None:
         return None
     top = {_spelled(token): logprob for token, logprob in entry.top}
@@ -79,7 +79,7 @@ def _top(entry: TokenEntry) -> dict[str, float] | None:
 
 
 def _spelled(token: TokenText) -> str:
-    """Return a token as the format writes it: one whose bytes are no UTF-8 by themselves as `bytes:\\xNN`."""
+    """Return a token as the format writes it. A token that is not valid UTF-8 by itself is written as `bytes:\\xNN`."""
     if token.name is not None:
         return token.name
     if token.text.encode("utf-8", "replace") == token.raw:

@@ -1,4 +1,4 @@
-"""The wire format of /v1/responses: one message, in a stream a fixed order of events around its text."""
+"""The wire format of /v1/responses: one message; a stream has a fixed order of events around its text."""
 
 import time
 import uuid
@@ -16,7 +16,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ResponsesFormat:
-    """One answer. It numbers the events of its stream and gathers the text, which the last events repeat."""
+    """One answer. Numbers the events of its stream and collects the text, which the last events repeat."""
 
     def __init__(self, body: ResponsesRequest, defaults: RequestDefaults) -> None:
         self._body = body
@@ -29,7 +29,7 @@ class ResponsesFormat:
         self._num_events = 0
 
     def chunks(self, piece: Piece, _usage: InChunk) -> Iterator[ResponsesEvent]:
-        """Yield what begins the stream before its first text, then text, then what ends the message."""
+        """Yield the opening events before the first text, then the text, then the closing events of the message."""
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         if not self._num_events:
             for name in ("created", "in_progress"):
@@ -50,7 +50,7 @@ class ResponsesFormat:
         return self._event(self._status, response=self._whole(generation))
 
     def answer(self, pieces: Sequence[Piece], generation: Generation) -> ResponsesAnswer:
-        """Return the whole answer, with every field set, for all of them are written."""
+        """Return the whole answer with every field set, so that all of them are written."""
         (piece,) = pieces
         self._text, self._finish = piece.text, piece.finish
         return ResponsesAnswer(**self._whole(generation).model_dump())
@@ -63,14 +63,14 @@ class ResponsesFormat:
 
     def _whole(self, generation: Generation) -> ResponsesAnswer:
         usage = usage_of(generation)
-        told = ResponsesUsage(
+        responses_usage = ResponsesUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details={"cached_tokens": generation.num_cached_tokens, "cache_write_tokens": 0},
             output_tokens=usage.completion_tokens,
             output_tokens_details={"reasoning_tokens": 0},
             total_tokens=usage.total_tokens,
         )
-        return self._answer([self._whole_message()], usage=told, metrics=metrics_of(generation.acceptance))
+        return self._answer([self._whole_message()], usage=responses_usage, metrics=metrics_of(generation.acceptance))
 
     def _answer(self, output: list[OutputMessage], **rest: Any) -> ResponsesAnswer:
         body = self._body

@@ -1,4 +1,4 @@
-"""Between a request's texts and ids, for every endpoint that has any: beside the event loop, keys by turns, named in errors."""
+"""Encodes the texts of requests off the event loop. API keys take turns; errors name the field."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -41,12 +41,12 @@ async def encoded_text(runtime: Runtime, key: str, text: str, param: str, adds_s
 async def encoded_chat(
     runtime: Runtime, key: str, messages: Sequence[Message], tools: Sequence[Tool], form: ChatForm, param: str = "messages"
 ) -> PromptIds:
-    """Return the ids of a conversation, with the tools that the model is shown; refuse what its template would leave out."""
+    """Return the ids of a conversation with its tools; refuse parts that the model's template would leave out."""
     codec = runtime.codec
     require_shown(runtime.tool_support, messages, tools)
     shown, shown_tools = templated(messages), templated_tools(tools)
-    told = [[message.get("content"), message.get("tool_calls")] for message in shown]
-    num_bytes = sum(len(text.encode()) for text in strings_of([told, shown_tools]))
+    contents = [[message.get("content"), message.get("tool_calls")] for message in shown]
+    num_bytes = sum(len(text.encode()) for text in strings_of([contents, shown_tools]))
     return await encoded(runtime, key, num_bytes, lambda: codec.encode_chat(shown, form, shown_tools), param)
 
 
@@ -59,7 +59,7 @@ async def encoded_words(runtime: Runtime, key: str, words: Sequence[str], param:
 
 
 async def encoded(runtime: Runtime, key: str, num_bytes: int, work: Callable[[], T], param: str) -> T:
-    """Return what `work` makes of that many bytes of a key's text, beside the event loop; refuse what cannot fit before that."""
+    """Run `work` on `num_bytes` of a key's text off the event loop; return its result. Refuse a text that cannot fit first."""
     codec, longest = runtime.codec, longest_text(runtime.engine.model)
     if num_bytes > longest * codec.longest_token_bytes:
         raise ContextTooLong(f"prompt and answer together have at most {longest} tokens; {param} has {num_bytes} bytes", param)

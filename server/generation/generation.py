@@ -1,6 +1,6 @@
-"""One HTTP request's samples, from submission to their merged pieces. Every way out ends every sample in the engine.
+"""The samples of one HTTP request, from submission to their merged pieces. `close` ends every sample in the engine.
 
-Knows the engine's door and choices. Does not know the wire format.
+Knows EngineService and choices. Does not know the wire format.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from server.metrics.requests import RequestMeter, SampleMeter
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One engine request, what its tokens become, and its account."""
+    """One engine request, the choice that its tokens become, and its meter."""
 
     request: Request
     choice: Choice
@@ -33,7 +33,7 @@ _Arrival = tuple[Sample, TokenEvent] | Exception
 
 
 class Generation:
-    """Owns the samples of one HTTP request: `start`, iterate over `pieces`, and `close` on every way out."""
+    """Owns the samples of one HTTP request: `start`, iterate over `pieces`, and `close` in every case."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Generation:
         self._began_s = asyncio.get_running_loop().time()
         self._arrivals: asyncio.Queue[_Arrival] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
-        self._unfinished = FinishReason.ABORT  # how the samples are counted that have not ended when this is closed
+        self._unfinished = FinishReason.ABORT  # the reason of samples that have not ended at `close`
 
     @property
     def choices(self) -> Iterator[Choice]:
@@ -71,7 +71,7 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that nobody computed for this request: of each prompt what its least lucky choice found cached."""
+        """Prompt tokens served from the prefix cache (minimum over the choices of each prompt)."""
         found: dict[tuple[int, ...], int] = {}
         for sample in self._samples:
             prompt = sample.request.prompt_ids
@@ -87,7 +87,7 @@ class Generation:
         return total
 
     def start(self) -> Self:
-        """Submit every sample, or none: whatever goes wrong is raised here, before any answer began."""
+        """Submit every sample, or none. Errors are raised here, before any answer began."""
         try:
             streams = self._engine.submit([sample.request for sample in self._samples])
         except Exception as error:
@@ -107,15 +107,15 @@ class Generation:
             self._arrivals.put_nowait((sample, event))
             if event.finish is not None:
                 return
-        raise GenerationFailed("the engine ended a request without saying why")
+        raise GenerationFailed("the engine ended a request without a reason")
 
     def _on_pump_end(self, pump: asyncio.Task[None]) -> None:
-        """Tell the reader of `pieces` what ended a pump before its time, whatever it was."""
+        """Pass the error of a failed pump to the reader of `pieces`."""
         if not pump.cancelled() and isinstance(error := pump.exception(), Exception):
             self._arrivals.put_nowait(error)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield what each event adds, until every choice has finished. Raises what made one fail."""
+        """Yield the piece of each event, until every choice has finished. Raises the error of a failed choice."""
         while any(choice.finish is None for choice in self.choices):
             arrival = await self._next_arrival()
             if isinstance(arrival, Exception):
@@ -128,7 +128,7 @@ class Generation:
                     yield piece
 
     async def _next_arrival(self) -> _Arrival:
-        """Return what comes next; raise the error of a request that is late."""
+        """Return the next event or error; raise if the request exceeds a time limit."""
         has_begun = all(sample.meter.num_tokens or sample.choice.finish for sample in self._samples)
         try:
             async with asyncio.timeout_at(self._limits.deadline_s(self._began_s, has_begun)):
@@ -157,7 +157,7 @@ class Generation:
         return piece
 
     async def close(self) -> None:
-        """Abort what still runs in the engine, let go of its streams and close the account. Can be called again."""
+        """Abort the samples that still run, release their streams and close the meter. Can be called again."""
         pumps, self._pumps = self._pumps, []
         if not pumps:
             return
@@ -173,7 +173,7 @@ class Generation:
 
 
 def _error_of(event: TokenEvent) -> ApiError:
-    """Return the answer to a request that was given up: some are at fault themselves, and would be again."""
+    """Return the error of a request that the engine ended. A 400 if the request itself is the cause: a retry would fail too."""
     text = event.error or "the engine failed on this request"
     if event.error_code is ErrorCode.DISPLACED:
         return Overloaded(text, "engine_busy", UNKNOWN_RETRY_S)

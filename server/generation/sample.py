@@ -1,7 +1,7 @@
-"""One sample's way from token events to pieces of text, log-probabilities and counts.
+"""Converts one sample's token events to pieces of text, log-probabilities and counts.
 
-Knows ids, text and the engine's records. Does not know the wire format, and gets the same result however tokens are
-spread over events: it looks at one token at a time.
+Knows ids, text and the engine's records. Does not know the wire format. The result does not depend on how tokens are grouped into
+events: tokens are processed one at a time.
 """
 
 import math
@@ -10,23 +10,23 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.types import FinishReason, TokenEvent
-from server.generation.prompt_echo import Candidate, ToldPrompt
+from server.generation.prompt_echo import Candidate, PromptEcho
 from server.generation.step_trace import step_trace_of
 from server.schemas.trace import StepTrace
 from server.text.codec import TokenText
 from server.text.detokenizer import Detokenizer
 from server.text.stop_strings import StopFinder
 from server.text.token_entry import TokenEntry, entry_of
-from server.tool_calls.reader import CallPiece, CallReader, PlainReader, Said, merged
+from server.tool_calls.reader import CallPiece, CallReader, PlainReader, ReadText, merged
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event adds to one choice.
+    """The part of one choice that one event adds.
 
-    The first one has the prompt's ids, the last one what is told of the prompt, by its tokens, and which stop string or token
-    ended the text, None for the model's own end. `token_ids` are those that count, `text` and `calls` may lag behind them;
-    `trace` tells of their step.
+    The first piece has the prompt's ids. The last piece has the candidates of the prompt's tokens, and the stop string or token
+    that ended the text, None for the model's own end. `token_ids` are the counted tokens; `text` and `calls` may lag behind them.
+    `trace` describes their step.
     """
 
     index: int
@@ -43,10 +43,10 @@ class Piece:
 
 @dataclass(slots=True)
 class AcceptanceCounts:
-    """What became of the drafts of the returned tokens; `histogram[j]` counts steps of which j drafted tokens were returned.
+    """Acceptance of the drafts behind the returned tokens; `histogram[j]` counts steps of which j drafted tokens were returned.
 
-    `trees` counts these steps by the name of the tree, `deepest` is the most tokens that one of them could have accepted.
-    `num_predicted` of the drafted tokens were foretold by the request's prediction, `num_accepted_predicted` of them returned.
+    `trees` counts these steps by the name of the tree. `deepest` is the most tokens that one of them could have accepted.
+    `num_predicted` drafted tokens came from the request's prediction; `num_accepted_predicted` of them were returned.
     """
 
     num_draft_tokens: int = 0
@@ -92,12 +92,12 @@ class AcceptanceCounts:
 
 
 class Choice:
-    """Owns the text state of one sample. `finish` is set once, by a stop string, the last call that may come, or the engine.
+    """Owns the text state of one sample. `finish` is set once, by a stop string, the last allowed call, or the engine.
 
-    With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text. `prompt` is what it is to
-    tell of its own. `named_stop_ids` are the stop tokens that are told as the reason of an end. One that `is_traced` tells of the
-    engine's steps. No stop string ends in the text of its first `min_tokens` tokens.
-    `reader` tells calls of tools from content, in what stop strings leave of the text.
+    With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text. `prompt` returns the text
+    and candidates of the prompt. `named_stop_ids` are the stop tokens that are reported as the reason of an end. With `is_traced`
+    its pieces describe the engine's steps. No stop string ends in the text of the first `min_tokens` tokens. `reader` separates
+    tool calls from content, in the text up to a stop string.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Choice:
         token_text: Callable[[int], TokenText],
         num_top_logprobs: int | None = None,
         keeps_stop: bool = False,
-        prompt: ToldPrompt | None = None,
+        prompt: PromptEcho | None = None,
         named_stop_ids: Container[int] = (),
         is_traced: bool = False,
         reader: CallReader | None = None,
@@ -116,8 +116,8 @@ class Choice:
     ) -> None:
         self.index = index
         self.num_tokens = 0
-        self.num_cached_tokens = 0  # of its prompt, known with the first token
-        self._sum_logprobs = 0.0  # of the tokens counted, as far as the engine tells them
+        self.num_cached_tokens = 0  # of its prompt; reported with the first token
+        self._sum_logprobs = 0.0  # of the counted tokens, if the engine reports log-probabilities
         self.finish: FinishReason | None = None
         self.acceptance = AcceptanceCounts()
         self._detokenizer = detokenizer
@@ -136,16 +136,16 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log-probability of its tokens, where the engine tells them; nothing is worse than no tokens."""
+        """The mean log-probability of its tokens, if the engine reports it; minus infinity without tokens."""
         return self._sum_logprobs / self.num_tokens if self.num_tokens else -math.inf
 
     @property
     def is_cut(self) -> bool:
-        """Whether a stop string or its last call ended it, so that the engine need not go on."""
+        """Whether a stop string or its last call ended it, so that the engine can stop."""
         return self._stops.is_hit or self._reader.is_done
 
     def take(self, event: TokenEvent) -> Piece:
-        """Add an event's tokens up to the one that completes a stop string, or the last call; return what they add."""
+        """Add an event's tokens up to the one that completes a stop string, or the last call; return the new piece."""
         num_before = self.num_tokens
         self.num_cached_tokens += event.num_cached_tokens
         text = self._echoed(event) + "".join(self._text_of(event, at) for at in range(len(event.token_ids)))
@@ -176,10 +176,10 @@ class Choice:
         return event.stop_token_id if event.stop_token_id in self._named_stop_ids else None
 
     def _echoed(self, event: TokenEvent) -> str:
-        """Return the prompt's text with the first token, or the end if there is none; no stop string is looked for in it."""
+        """Return the prompt's text at the first token, or at the end without tokens. Stop strings are not searched in it."""
         if self._prompt is None or self.num_tokens:
             return ""
-        self._prompt.hear(event.prompt_logprobs)
+        self._prompt.add_logprobs(event.prompt_logprobs)
         if not event.token_ids and event.finish is None:
             return ""
         text, entries = self._prompt.echo(self._detokenizer)
@@ -188,9 +188,9 @@ class Choice:
         return text
 
     def _text_of(self, event: TokenEvent, at: int) -> str:
-        """Return the content that token `at` of the event lets out; nothing once the text is cut."""
+        """Return the content that becomes certain with token `at` of the event; empty once the text is cut."""
         token_id = event.token_ids[at]
-        text = "" if self.is_cut else self._let_out(self._detokenizer.settle(token_id))
+        text = "" if self.is_cut else self._pass_on(self._detokenizer.settle(token_id))
         if self.is_cut:
             return text
         self.num_tokens += 1
@@ -200,30 +200,30 @@ class Choice:
                 entry_of(self._token_text, token_id, event.logprobs[at], self._num_top_logprobs, self._num_chars)
             )
         is_stop_token = token_id == event.stop_token_id and at == len(event.token_ids) - 1
-        return text if is_stop_token and not self._keeps_stop else text + self._let_out(self._detokenizer.push(token_id))
+        return text if is_stop_token and not self._keeps_stop else text + self._pass_on(self._detokenizer.push(token_id))
 
-    def _let_out(self, text: str) -> str:
+    def _pass_on(self, text: str) -> str:
         self._num_chars += len(text)
         return self._read(self._stops.feed(text, self.num_tokens > self._min_tokens)) if text else ""
 
     def _read(self, text: str) -> str:
         return self._content_of(self._reader.feed(text)) if text else ""
 
-    def _content_of(self, said: Said) -> str:
-        self._calls += said.calls
-        return said.content
+    def _content_of(self, read: ReadText) -> str:
+        self._calls += read.calls
+        return read.content
 
     def _close(self) -> str:
-        text = self._let_out(self._detokenizer.close())
+        text = self._pass_on(self._detokenizer.close())
         return text + self._read(self._stops.close())
 
     def _count_drafts(self, event: TokenEvent, num_kept: int) -> None:
         if event.num_draft_tokens and num_kept:
             self.acceptance.add_step(event, num_kept)
 
-    def _ready_entries(self, is_anything_said: bool) -> tuple[TokenEntry, ...]:
-        """Return the entries that wait for a chunk: they travel with content, calls or the finish, never alone."""
-        if not is_anything_said and self.finish is None:
+    def _ready_entries(self, has_output: bool) -> tuple[TokenEntry, ...]:
+        """Return the pending entries. They are sent with content, calls or the finish, never alone."""
+        if not has_output and self.finish is None:
             return ()
         ready, self._entries = tuple(self._entries), []
         return ready

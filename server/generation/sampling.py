@@ -1,4 +1,4 @@
-"""From a request's fields to sampling parameters. Null is the model's default or OpenAI's; what makes no law is refused."""
+"""Converts a request's fields to sampling parameters. Null is the model's default or OpenAI's."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -11,10 +11,10 @@ from server.schemas.common import GenerationRequest
 T = TypeVar("T", int, float)
 
 
-def chosen(asked: T | None, of_model: T | None, default: T) -> T:
-    """Return what a request asks for, else what the model's generation_config.json says, else the API's default."""
-    if asked is not None:
-        return asked
+def chosen(requested: T | None, of_model: T | None, default: T) -> T:
+    """Return the requested value, else that of the model's generation_config.json, else the API's default."""
+    if requested is not None:
+        return requested
     return default if of_model is None else of_model
 
 
@@ -26,9 +26,9 @@ def sampling_of(
     grammar: Grammar | None = None,
     grammar_param: str = "",
 ) -> SamplingParams:
-    """Return how choice 0 is drawn; raise InvalidRequest for what makes no law of this model's tokens.
+    """Return the sampling parameters of choice 0; raise InvalidRequest if they leave no distribution over the model's tokens.
 
-    `bad_words` are the ids of those of the request; `grammar_param` names the field that asks for the grammar.
+    `bad_words` are the ids of the request's bad words; `grammar_param` names the field that requests the grammar.
     """
     defaults = model.defaults
     stop_token_ids = tuple(body.stop_token_ids or ())

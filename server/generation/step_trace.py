@@ -1,4 +1,4 @@
-"""From the engine's record of a step to what is told of it: ids become text, nodes get their parts.
+"""Converts the engine's record of a step to the trace of the API: ids become text, nodes get their parts.
 
 Knows records and spellings. Does not know requests, streams or pages.
 """
@@ -17,23 +17,23 @@ Spell = Callable[[int], TokenText]
 _OF_TEXT: dict[DraftSource, trace.Part] = {DraftSource.CACHE: "cached", DraftSource.PREDICTION: "prediction"}
 
 
-def step_trace_of(told: RowTrace, spell: Spell) -> trace.StepTrace:
-    """Return what is told of the step."""
-    row = told.row
+def step_trace_of(record: RowTrace, spell: Spell) -> trace.StepTrace:
+    """Return the trace of the step."""
+    row = record.row
     extra = None if row.extra_id is None else trace.TracedToken(**_spelt(row.extra_id, spell), target_prob=row.probs.extra)
     return trace.StepTrace(
         step=row.step,
         position=row.root_position,
         verifier=row.verifier,
         expansion=row.expansion,
-        reason=told.reason,
+        reason=record.reason,
         nodes=list(_nodes(row, spell)),
         extra=extra,
         num_emitted=len(row.emitted_ids),
         finish=row.finish,
         expected_tokens=row.expected_tokens,
-        step_s=told.step_s,
-        stage_s=told.stage_s,
+        step_s=record.step_s,
+        stage_s=record.stage_s,
     )
 
 
@@ -55,7 +55,7 @@ def _nodes(row: TracedRow, spell: Spell) -> Iterator[trace.TracedNode]:
 
 
 def parts_of(row: TracedRow) -> list[trace.Part]:
-    """Return each node's part: a model's tokens are the trunk as long as nothing stands beside them or their ancestors."""
+    """Return each node's part. A model's tokens are the trunk as long as neither they nor their ancestors have siblings."""
     parts: list[trace.Part] = ["root"]
     forks = _is_behind_fork(row.tree)
     for node, source in enumerate(row.sources or (DraftSource.MODEL,) * (row.tree.num_nodes - 1), start=1):
@@ -64,7 +64,7 @@ def parts_of(row: TracedRow) -> list[trace.Part]:
 
 
 def _is_behind_fork(tree: TokenTree) -> list[bool]:
-    """Return of each node whether it or an ancestor has siblings."""
+    """Return for each node whether it or an ancestor has siblings."""
     forks = [False]
     for parent in tree.parents[1:]:
         forks.append(forks[parent] or len(tree.children[parent]) > 1)

@@ -1,6 +1,6 @@
-"""From a validated request to samples for the engine: prompt ids, limits, seeds, stop strings.
+"""Converts a validated request to samples for the engine: prompt ids, limits, seeds, stop strings.
 
-Knows what the engine loaded and refuses, by the field's name, what it could not honour.
+Knows what the engine loaded. Refuses fields that it could not honour, by their names.
 """
 
 import uuid
@@ -11,7 +11,7 @@ from engine.core.rng_keys import derived_seed
 from engine.core.types import ModelInfo, Request, SamplingParams, Speculation, group_of
 from server.generation.encoding import PromptIds, encoded_chat, encoded_text, encoded_words, longest_text, require_served
 from server.generation.generation import Generation, Sample
-from server.generation.prompt_echo import ToldPrompt, Wishes
+from server.generation.prompt_echo import EchoOptions, PromptEcho
 from server.generation.sample import Choice
 from server.generation.sampling import sampling_of
 from server.http.auth import cache_salt_of
@@ -23,7 +23,7 @@ from server.schemas.completion import CompletionRequest, Prompt
 from server.text.codec import TextCodec
 from server.tool_calls.use import NO_TOOLS, ToolUse, tool_use
 
-_MAX_PROMPT_SCORES = 1 << 15  # log-probabilities of prompt tokens in one answer: some tens of microseconds each to write
+_MAX_PROMPT_SCORES = 1 << 15  # log-probabilities of prompt tokens in one answer: writing them blocks the event loop
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
 
 
@@ -42,7 +42,7 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
 
 
 async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, param: str = "messages") -> Generation:
-    """Return the samples of a chat request, submitted to the engine; errors call the conversation `param`."""
+    """Return the samples of a chat request, submitted to the engine; errors name the conversation `param`."""
     require_served(runtime, body.model)
     _check_num_choices(runtime, body.num_samples, "n")
     newer = "max_completion_tokens" if param == "messages" else "max_output_tokens"
@@ -57,7 +57,7 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, para
 
 
 def _default_tokens(runtime: Runtime, most: int) -> int:
-    """Return the most tokens of an answer whose request names no limit: `most`, or fewer by the model or the server."""
+    """Return the token limit of a request without its own: the least of `most`, the model's and the server's."""
     limits = (most, runtime.engine.model.defaults.max_tokens, runtime.settings.max_answer_tokens)
     return min(limit for limit in limits if limit is not None)
 
@@ -65,13 +65,13 @@ def _default_tokens(runtime: Runtime, most: int) -> int:
 def _check_num_choices(runtime: Runtime, num_choices: int, param: str) -> None:
     limit = runtime.settings.most_choices
     if num_choices > limit:
-        raise InvalidRequest(f"{num_choices} choices (prompts times {param}) are asked for; at most {limit} are given", param)
+        raise InvalidRequest(f"{num_choices} choices (prompts times {param}) are requested; the limit is {limit}", param)
 
 
 def _check_answer_tokens(runtime: Runtime, body: GenerationRequest, param: str) -> None:
     limit = runtime.settings.max_answer_tokens
     if limit is not None and (body.token_limit or 0) > limit:
-        raise InvalidRequest(f"{body.token_limit} tokens are asked for; max_answer_tokens of this server is {limit}", param)
+        raise InvalidRequest(f"{body.token_limit} tokens are requested; max_answer_tokens of this server is {limit}", param)
 
 
 async def _prompt_ids(runtime: Runtime, key: str, prompt: Prompt, adds_special_tokens: bool) -> PromptIds:
@@ -80,15 +80,15 @@ async def _prompt_ids(runtime: Runtime, key: str, prompt: Prompt, adds_special_t
     return tuple(prompt)
 
 
-def _truncated(model: ModelInfo, ids: PromptIds, wish: int | None, num_wanted: int) -> PromptIds:
-    """Return the last tokens of a prompt, as many as are wished for; -1 wishes for those that leave room for `num_wanted`."""
-    if wish is None:
+def _truncated(model: ModelInfo, ids: PromptIds, num_kept: int | None, num_wanted: int) -> PromptIds:
+    """Return the last `num_kept` tokens of a prompt; for -1 as many as leave room for `num_wanted` tokens."""
+    if num_kept is None:
         return ids
-    return ids[-(max(1, longest_text(model) - num_wanted) if wish == -1 else wish) :]
+    return ids[-(max(1, longest_text(model) - num_wanted) if num_kept == -1 else num_kept) :]
 
 
 def _room(model: ModelInfo, ids: PromptIds, param: str, token_limit: int | None) -> int:
-    """Return the tokens that can follow a prompt; refuse one that is empty, unknown to the model, or leaves too little."""
+    """Return how many tokens can follow a prompt. Refuse a prompt that is empty, has unknown ids, or leaves too little room."""
     if not ids:
         raise InvalidRequest("the prompt is empty", param)
     if max(ids) >= model.vocab_size:
@@ -96,7 +96,7 @@ def _room(model: ModelInfo, ids: PromptIds, param: str, token_limit: int | None)
     longest = longest_text(model)
     room = longest - len(ids)
     if room < (1 if token_limit is None else token_limit):
-        wanted = "one more is needed" if token_limit is None else f"{token_limit} more are asked for"
+        wanted = "one more is needed" if token_limit is None else f"{token_limit} more are requested"
         raise ContextTooLong(
             f"prompt and answer together have at most {longest} tokens; the prompt has {len(ids)}, {wanted}", param
         )
@@ -111,7 +111,7 @@ async def _submitted(
     tenant: str,
     use: ToolUse = NO_TOOLS,
 ) -> Generation:
-    """Return one sample for each prompt and k < n, in the order of choice indices, submitted."""
+    """Submit one sample for each prompt and k < n, in the order of choice indices."""
     model, key = runtime.engine.model, group_of(tenant)
     _check_speculation(runtime, body)
     _check_prompt_scores(body, sum(map(len, prompts)))
@@ -141,27 +141,26 @@ async def _submitted(
         )
         for index, ids in enumerate(ids for ids in prompts for _ in range(body.num_samples))
     ]
-    limits = runtime.time_limits.with_wish(body.timeout_s)
+    limits = runtime.time_limits.with_request_limit(body.timeout_s)
     return Generation(runtime.engine, samples, meter, sum(map(len, prompts)), limits).start()
 
 
 def _choice(
     codec: TextCodec, model: ModelInfo, body: GenerationRequest, use: ToolUse, index: int, prompt_ids: PromptIds
 ) -> Choice:
-    """Return where the text of one sample is made."""
-
-    wishes = Wishes(body.gives_prompt_back, body.num_top_logprobs, body.prompt_logprobs)
+    """Return the choice that builds the text of one sample."""
+    echo = EchoOptions(body.gives_prompt_back, body.num_top_logprobs, body.prompt_logprobs)
     token_text = codec.named_token_text if body.return_tokens_as_token_ids else codec.token_text
-    prompt = ToldPrompt(prompt_ids, token_text, wishes)
+    prompt = PromptEcho(prompt_ids, token_text, echo)
     detokenizer = codec.detokenizer(body.skip_special_tokens is not False, use.markers)
     keeps_stop = bool(body.include_stop_str_in_output)
     named_stop_ids = set(body.stop_token_ids or ()) - (set() if body.ignore_eos else set(model.eos_token_ids))
-    told = (body.num_top_logprobs, keeps_stop, prompt, named_stop_ids, body.is_traced, use.reader(), body.min_tokens or 0)
-    return Choice(index, detokenizer, body.stops, token_text, *told)
+    options = (body.num_top_logprobs, keeps_stop, prompt, named_stop_ids, body.is_traced, use.reader(), body.min_tokens or 0)
+    return Choice(index, detokenizer, body.stops, token_text, *options)
 
 
 async def _prediction_ids(runtime: Runtime, key: str, prediction: Prediction | None) -> PromptIds:
-    """Return the ids of a prediction; refuse one that is longer than any answer."""
+    """Return the ids of a prediction; refuse a prediction that is longer than any answer."""
     if prediction is None or not (text := prediction.text):
         return ()
     ids = await encoded_text(runtime, key, text, "prediction", adds_special_tokens=False)
@@ -173,18 +172,18 @@ async def _prediction_ids(runtime: Runtime, key: str, prediction: Prediction | N
 
 
 def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Return how choice `index` is drawn: each of a request has noise of its own, also those of different prompts."""
+    """Return the sampling parameters of choice `index`. Each choice of a request has a seed of its own, across prompts too."""
     return sampling if sampling.seed is None else replace(sampling, seed=derived_seed(sampling.seed, index))
 
 
 def _check_prompt_scores(body: GenerationRequest, num_prompt_tokens: int) -> None:
-    """Refuse to tell so much of prompts that telling it would hold up everybody."""
+    """Refuse so many log-probabilities of prompt tokens that writing them would block the event loop."""
     if body.num_prompt_logprobs is None:
         return
     num_scores = num_prompt_tokens * body.num_samples * (1 + body.num_prompt_logprobs)
     if num_scores > _MAX_PROMPT_SCORES:
         param = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-        text = f"{num_scores} log-probabilities of prompt tokens are asked for; at most {_MAX_PROMPT_SCORES} are told at a time"
+        text = f"{num_scores} log-probabilities of prompt tokens are requested; the limit is {_MAX_PROMPT_SCORES}"
         raise InvalidRequest(text, param)
 
 
@@ -197,5 +196,5 @@ def _check_speculation(runtime: Runtime, body: GenerationRequest) -> None:
     limit = runtime.settings.max_tree_tokens
     num_nodes = min(shape.num_draft_tokens, body.speculative.max_nodes or shape.num_draft_tokens) if body.speculative else 0
     if num_nodes > limit:
-        asked = f"a tree of {num_nodes} drafted tokens is asked for"
-        raise InvalidRequest(f"{asked}; max_tree_tokens of this server is {limit}", "speculative")
+        text = f"a tree of {num_nodes} drafted tokens is requested; max_tree_tokens of this server is {limit}"
+        raise InvalidRequest(text, "speculative")

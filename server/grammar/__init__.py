@@ -1,1 +1,1 @@
-"""Grammars are checked and compiled in a process of their own, because a compiler can be slow or crash."""
+"""Checks and compiles grammars in a separate process, because a compiler can be slow or crash."""

@@ -1,4 +1,4 @@
-"""Whether a grammar can be honoured, asked before a request is queued: tried beside the event loop, within bounds.
+"""Checks whether a grammar can be honoured, before a request is queued: off the event loop, with bounded time and queue.
 
 Knows grammars and how many may wait. Does not know requests.
 """
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from engine.core.types import Grammar
 from engine.structured_output.grammars import BadGrammar, VocabularySource
-from server.fair_lock import FairTurns
+from server.fair_lock import FairLock
 from server.grammar.process import GrammarProcess, GrammarProcessFailed
 from server.http.errors import InvalidRequest, Overloaded
 from server.text.tokenizer_thread import TokenizerClosed, TokenizerThread
@@ -19,10 +19,10 @@ _MAX_KNOWN = 64
 
 
 class GrammarCheck:
-    """Owns the process that tries grammars, and the thread that waits for it. `describe` is asked with the first grammar.
+    """Owns the process that compiles grammars, and the thread that waits for it. `describe` is called for the first grammar.
 
-    What was found good lately is not tried again: it need not wait behind somebody else's that takes the library long. The others
-    are tried one at a time, keys by turns.
+    A grammar that was accepted recently is not compiled again, so it does not wait behind slow grammars of other keys. Other
+    grammars are compiled one at a time, and keys take turns.
     """
 
     def __init__(self, describe: Callable[[], Awaitable[VocabularySource]]) -> None:
@@ -31,12 +31,12 @@ class GrammarCheck:
         self._known: OrderedDict[Grammar, None] = OrderedDict()
         self._process = GrammarProcess()
         self._thread = TokenizerThread()
-        self._turns = FairTurns()
+        self._turns = FairLock()
         self._waiting_chars = Counter[str]()
 
     async def require(self, grammar: Grammar, param: str, key: str) -> None:
-        """Raise InvalidRequest with the library's reason unless texts can be held to the grammar, Overloaded if too many of that
-        key's wait or the process that tries grammars fails.
+        """Raise InvalidRequest with the library's reason if the grammar cannot be used. Raise Overloaded if too many grammars of
+        the key wait or the process fails.
         """
         if grammar not in self._known:
             await self._try(grammar, param, key)

@@ -1,4 +1,4 @@
-"""The process in which grammars are tried: some small schemas take the library minutes, and only a process can be ended.
+"""The process that compiles grammars: the library needs minutes for some small schemas, and only a process can be killed.
 
 Knows one vocabulary and grammars. Used from one thread; `close` may be called from another.
 """
@@ -19,19 +19,19 @@ from engine.worker.process import die_with_parent
 
 _logger = logging.getLogger(__name__)
 
-_DEADLINE_S = 4.0  # of processor time; whole books of schemas compile in a tenth of it
+_DEADLINE_S = 4.0  # of processor time; very large schemas compile in a tenth of it
 _STALL_S = 4.0  # without any processor time
 _START_S = 120.0
-_START_STALL_S = 30.0  # the first start reads the library from a disk
+_START_STALL_S = 30.0  # the first start reads the library from disk
 _CHECK_S = 0.1
 _JOIN_S = 5.0
 _HAS_PROC = Path("/proc/self/stat").exists()
-# Signals that a process causes itself. Others are sent, by a person or by a kernel that is out of memory.
+# Signals that a process causes itself. Other signals come from an operator or from a kernel that is out of memory.
 _OWN_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 
 
 class GrammarProcessFailed(Exception):
-    """The process did not answer; the text says what happened. `is_own_crash`: it ended itself over a grammar."""
+    """The process did not answer; the message gives the reason. `is_own_crash`: the process crashed by itself."""
 
     def __init__(self, reason: str, *, is_own_crash: bool = False) -> None:
         super().__init__(reason)
@@ -39,11 +39,11 @@ class GrammarProcessFailed(Exception):
 
 
 class _TooExpensive(Exception):
-    """The process was ended because an answer took it too much processor time."""
+    """The process was killed because an answer took too much processor time."""
 
 
 class GrammarProcess:
-    """Owns the process; begun when first needed, replaced after it was ended. What is tried in it is compiled once."""
+    """Owns the process. It is started when first needed, and replaced after it ended. It compiles each grammar once."""
 
     def __init__(self) -> None:
         self._process: BaseProcess | None = None
@@ -51,17 +51,17 @@ class GrammarProcess:
         self._is_closed = False
 
     def check(self, source: VocabularySource, grammar: Grammar) -> None:
-        """Raise BadGrammar unless texts can be held to the grammar and it compiles in time.
+        """Raise BadGrammar unless the grammar is valid and compiles in time.
 
-        A process that dies or stops is replaced once. Raise GrammarProcessFailed if the second one fails too, unless both crashed
-        by themselves: then the grammar is the cause.
+        A process that dies or stops is replaced once. If the second one fails too, raise GrammarProcessFailed. If both crashed by
+        themselves, the grammar is the cause: raise BadGrammar.
         """
         try:
             self._check_once(source, grammar)
         except GrammarProcessFailed as first:
             if self._is_closed:
                 raise
-            _logger.warning("%s; the grammar is tried in a new one", first)
+            _logger.warning("%s; the grammar is compiled in a new one", first)
             try:
                 self._check_once(source, grammar)
             except GrammarProcessFailed as second:
@@ -70,7 +70,7 @@ class GrammarProcess:
                 raise
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process, even while it works."""
         self._is_closed = True
         process = self._process
         if process is not None:
@@ -80,7 +80,7 @@ class GrammarProcess:
         if self._process is None or not self._process.is_alive():
             self._start(source)
         try:
-            self._ask(grammar, _DEADLINE_S, _STALL_S)
+            self._exchange(grammar, _DEADLINE_S, _STALL_S)
         except _TooExpensive:
             raise BadGrammar(f"it takes longer than {_DEADLINE_S:g} s to compile") from None
 
@@ -91,29 +91,29 @@ class GrammarProcess:
         self._process.start()
         theirs.close()
         try:
-            self._ask(source, _START_S, _START_STALL_S)
+            self._exchange(source, _START_S, _START_STALL_S)
         except (_TooExpensive, GrammarProcessFailed) as error:
-            raise GrammarProcessFailed("the process that tries grammars does not start") from error
+            raise GrammarProcessFailed("the process that compiles grammars does not start") from error
 
-    def _ask(self, question: VocabularySource | Grammar, limit_s: float, stall_s: float) -> None:
-        """Send a question and wait for the reason why not; none is a yes."""
+    def _exchange(self, request: VocabularySource | Grammar, limit_s: float, stall_s: float) -> None:
+        """Send a request and wait for the reply: the reason why it was refused, or None. Raise BadGrammar with the reason."""
         assert self._pipe is not None
         try:
-            self._pipe.send(question)
+            self._pipe.send(request)
             self._wait(limit_s, stall_s)
             reason = self._pipe.recv()
         except (EOFError, OSError) as error:
             code = self._end()
             is_own_crash = code is not None and (code > 0 or -code in _OWN_SIGNALS)
-            what = f"the process that tries grammars ended with code {code}"
+            what = f"the process that compiles grammars ended with code {code}"
             raise GrammarProcessFailed(what, is_own_crash=is_own_crash) from error
         if reason is not None:
             raise BadGrammar(reason)
 
     def _wait(self, limit_s: float, stall_s: float) -> None:
-        """Wait for an answer, or end the process: once it used too much processor time, or none at all for too long.
+        """Wait for a reply. Kill the process if it used too much processor time, or none at all for too long.
 
-        Where the system does not report processor time, time on the clock counts as used.
+        If the system does not report processor time, wall-clock time is counted.
         """
         assert self._process is not None
         assert self._pipe is not None
@@ -128,10 +128,10 @@ class GrammarProcess:
                 raise _TooExpensive
             if time.monotonic() - progress_at > stall_s:
                 self._end()
-                raise GrammarProcessFailed("the process that tries grammars has stopped")
+                raise GrammarProcessFailed("the process that compiles grammars has stopped")
 
     def _end(self) -> int | None:
-        """Kill the process and return its exit code, which is that of an earlier death."""
+        """Kill the process and return its exit code; if it had died before, that code."""
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
         assert process is not None
@@ -143,7 +143,7 @@ class GrammarProcess:
 
 
 def _processor_s(pid: int | None) -> float:
-    """Return the processor time that a process has used, 0 if it is gone; the time on the clock where none is reported."""
+    """Return the processor time of a process, 0 if it is gone; wall-clock time if the system does not report it."""
     if not _HAS_PROC:
         return time.monotonic()
     try:
@@ -154,21 +154,21 @@ def _processor_s(pid: int | None) -> float:
 
 
 def _serve(pipe: Connection) -> None:
-    """Be the process: answer until the other end of the pipe is gone."""
+    """Run in the process: answer requests until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=die_with_parent, name="die-with-parent", daemon=True).start()
     grammars: CompiledGrammars | None = None
     while True:
         try:
-            question = pipe.recv()
+            request = pipe.recv()
         except EOFError:
             return
         try:
-            if isinstance(question, VocabularySource):
-                grammars = CompiledGrammars(question.load)
+            if isinstance(request, VocabularySource):
+                grammars = CompiledGrammars(request.load)
                 _ = grammars.vocabulary
             elif grammars is not None:
-                require_first_mask(grammars.matcher(question))
+                require_first_mask(grammars.matcher(request))
             pipe.send(None)
         except BadGrammar as error:
             pipe.send(str(error))

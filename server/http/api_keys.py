@@ -1,4 +1,4 @@
-"""API keys as the settings have them: `KEY`, `NAME:KEY` or `NAME:ROLE:KEY`, and which paths a role may ask for."""
+"""API keys of the settings: `KEY`, `NAME:KEY` or `NAME:ROLE:KEY`, and the paths that a role may access."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-UNNAMED = "-"  # in the log and in /metrics, where a key has no name or a request no key
+UNNAMED = "-"  # in the log and in /metrics, for a key without a name or a request without a key
 MIN_KEY_CHARS = 16  # shorter ones can be guessed
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -16,20 +16,20 @@ _SCRAPED = frozenset({"/metrics", "/load"})
 
 
 class Role(StrEnum):
-    """What a key may ask for."""
+    """The paths that a key may access."""
 
-    USE = "use"  # the API
-    SCRAPE = "scrape"  # what a monitor reads
-    ADMIN = "admin"  # both
+    USE = "use"  # all but the monitoring paths
+    SCRAPE = "scrape"  # the monitoring paths
+    ADMIN = "admin"  # all
 
-    def may_ask(self, path: str) -> bool:
+    def may_access(self, path: str) -> bool:
         """Return whether a path is open to this role."""
         return self is Role.ADMIN or (path in _SCRAPED) == (self is Role.SCRAPE)
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key. A key without a name may do everything."""
+    """One key. A key without a name has the role admin."""
 
     secret: str = field(repr=False)
     name: str = UNNAMED
@@ -37,7 +37,7 @@ class ApiKey:
 
     @classmethod
     def parse(cls, entry: str) -> "ApiKey":
-        """Return the key of an entry of the settings; raise ValueError, which does not repeat the entry."""
+        """Return the key of a settings entry. Raises ValueError, whose message does not contain the entry."""
         *named, secret = entry.split(":", 2)
         name, role = (*named, "", "")[:2]
         if not (secret and secret.isascii() and secret.isprintable() and " " not in secret):
@@ -52,7 +52,7 @@ class ApiKey:
 
 
 def parsed_keys(entries: Iterable[str]) -> tuple[ApiKey, ...]:
-    """Return the keys, each once; raise ValueError for an entry that is none, and for one secret with two names or roles."""
+    """Return the keys, each once. Raise ValueError for an invalid entry, and for one secret with two names or roles."""
     keys = tuple(dict.fromkeys(map(ApiKey.parse, entries)))
     if len({key.secret for key in keys}) != len(keys):
         raise ValueError("one API key is listed with two names or roles")

@@ -1,4 +1,4 @@
-"""API keys: a plain ASGI layer that knows which keys open the door and which paths need none."""
+"""API keys: a plain ASGI layer that checks the key of a request, except on open paths."""
 
 import hashlib
 import hmac
@@ -12,16 +12,16 @@ from engine.core.types import group_of
 from server.http.api_keys import UNNAMED, ApiKey
 from server.http.errors import BadApiKey, WrongRole
 
-_KEY = "latebranch.key"  # where the scope of a request has its key and the key's digest
+_KEY = "latebranch.key"  # the entry of a request's scope with its key's digest and its key
 OPEN_PATHS = frozenset({"/live", "/health"})
 
 
 class ApiKeyGate:
-    """Asks for `Authorization: Bearer KEY` on every path but the open ones; with no keys configured it is not installed.
+    """Requires `Authorization: Bearer KEY` on every path but the open ones. It is not installed if no keys are configured.
 
-    `also_open` are paths that are open beside those that always are. A key may ask for the paths of its role.
+    `also_open` are paths that are open in addition to OPEN_PATHS. A key may access the paths of its role.
 
-    Keys are compared as digests, each against each in constant time: neither length nor position of a match shows.
+    Keys are compared as digests, with every key, in constant time: the time reveals neither length nor position of a match.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], also_open: Collection[str] = ()) -> None:
@@ -37,13 +37,13 @@ class ApiKeyGate:
                 await BadApiKey().response()(scope, receive, send)
                 return
             scope[_KEY] = admitted
-            if not (role := admitted[1].role).may_ask(scope["path"]):
+            if not (role := admitted[1].role).may_access(scope["path"]):
                 await WrongRole(role).response()(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
     def _admitted(self, headers: Headers) -> tuple[bytes, ApiKey] | None:
-        """Return the key of a request and its digest if it opens the door."""
+        """Return the digest and key of a request if the key is valid, else None."""
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         offered = _digest(secret.strip())
         matches = [one for one in self._keys if hmac.compare_digest(offered, one[0])]
@@ -51,7 +51,7 @@ class ApiKeyGate:
 
 
 def key_digest_of(scope: Scope) -> bytes | None:
-    """Return what tells the key of a request from others, None where no key is asked for."""
+    """Return the digest of a request's key, None if no key is required."""
     return scope[_KEY][0] if _KEY in scope else None
 
 
@@ -62,9 +62,9 @@ def key_name_of(scope: Scope) -> str:
 
 
 def tenant_of(request: Request, user: str | None) -> str:
-    """Return an opaque name of who may draft from each other's texts: KEY/USER. Empty where no key is asked for.
+    """Return an opaque name of the requests that may draft from each other's texts: KEY/USER. Empty if no key is required.
 
-    How fast an answer comes can tell what was drafted, so nobody's text is drafted from for anybody else.
+    The speed of an answer can reveal the drafted text, so texts of one tenant are never drafted for another.
     """
     digest = key_digest_of(request.scope)
     if digest is None:
@@ -74,7 +74,7 @@ def tenant_of(request: Request, user: str | None) -> str:
 
 
 def cache_salt_of(tenant: str, salt: str | None, is_for_all: bool) -> str:
-    """Return what requests that may share cached prefixes have in common: the key, unless all share, and the client's salt."""
+    """Return the salt of cached prefixes: the key, unless all keys share prefixes, and the client's salt."""
     key = "" if is_for_all else group_of(tenant)
     return f"{key}/{_digest(salt).hex()}" if salt else key
 

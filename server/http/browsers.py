@@ -1,4 +1,4 @@
-"""Pages in browsers: no page of another origin may call the API, and no name of another site may stand for this machine.
+"""Protection against pages in browsers: pages of other origins may not call the API, nor names of other sites resolve to it.
 
 A browser reports the site of a page in `Sec-Fetch-Site` and in `Origin`, which the page cannot change. Other clients send
 neither.
@@ -20,8 +20,8 @@ _ANY = "*"
 class HostGate:
     """Refuses requests under a host name that is not expected.
 
-    Without it a page whose own name is made to resolve to 127.0.0.1 has the API in its own origin (DNS rebinding). `names` are
-    accepted beside this machine's own.
+    Without it a page whose host name is made to resolve to 127.0.0.1 has the API in its own origin (DNS rebinding). `names` are
+    accepted besides this machine's own.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
@@ -44,9 +44,9 @@ class HostGate:
 
 
 class OriginGate:
-    """Refuses what pages of other origins send, unless `origins` names them or has `*`, before the body is read.
+    """Refuses requests from pages of other origins before the body is read, unless `origins` names them or has `*`.
 
-    `pages` are paths that a link of another site may open; a page that is opened cannot be read by the one with the link.
+    `pages` are paths that a link on another site may open. The site with the link cannot read the opened page.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str], pages: Collection[str]) -> None:
@@ -63,7 +63,7 @@ class OriginGate:
 
     def _is_foreign(self, scope: Scope, headers: Headers) -> bool:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-        if site in ("same-origin", "none"):  # none: the person typed the address
+        if site in ("same-origin", "none"):  # none: the user entered the address
             return False
         if site is None and (origin is None or origin in _own_origins(scope, headers)):
             return False

@@ -1,4 +1,4 @@
-"""Work that ends when the client goes away."""
+"""Runs work that ends when the client disconnects."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -14,10 +14,10 @@ class ClientGone(Exception):
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns; cancel it and raise ClientGone as soon as the client leaves.
+    """Return the result of `work`; cancel it and raise ClientGone as soon as the client disconnects.
 
-    The body must have been read: the next message on `receive` can then only be the disconnect. Nothing else tells in
-    time: servers swallow what is sent to a closed connection, and a request that waits for the engine sends nothing.
+    The body must have been read: the next message on `receive` can then only be the disconnect. A send would not detect it in
+    time: servers drop data for a closed connection, and a request that waits for the engine sends none.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnect(receive))

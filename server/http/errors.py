@@ -1,4 +1,4 @@
-"""What can go wrong, and its face on the wire: always `{"error": {message, type, param, code}}`.
+"""The errors of the API and their body, which is always `{"error": {message, type, param, code}}`.
 
     ApiError
     ├── InvalidRequest (400)
@@ -17,7 +17,7 @@
     ├── Overloaded (503, Retry-After)
     └── DeadlineExceeded (504; server/http/time_limits.py)
 
-Error text is bounded: a client's input must not come back larger than it was sent.
+Error text is bounded: an answer must not repeat long input of the client.
 """
 
 import math
@@ -31,7 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.service import EngineBusy, EngineError, EngineUnavailable
-from server.http.validation_messages import param_of, worded
+from server.http.validation_messages import messages_by_field, param_of
 from server.schemas.answer import ErrorBody, ErrorDetail
 
 MAX_ERRORS = 10
@@ -46,7 +46,7 @@ def clipped(text: str, limit: int) -> str:
 
 
 class ApiError(Exception):
-    """Base of every error that has an answer; subclasses say status and type."""
+    """Base of every error that has an answer; subclasses define status and type."""
 
     status = 500
     type = "server_error"
@@ -96,14 +96,14 @@ class BadApiKey(ApiError):
 
 
 class UnknownHost(InvalidRequest):
-    """A host name that this server is not known by."""
+    """A host name that is not accepted for this server."""
 
     def __init__(self) -> None:
-        super().__init__("this server is not known by the name in Host; allowed_hosts adds names", None, "unknown_host")
+        super().__init__("the name in Host is not a name of this server; allowed_hosts adds names", None, "unknown_host")
 
 
 class Forbidden(ApiError):
-    """What this client may not do, with whatever body."""
+    """An action that this client may not perform."""
 
     status = 403
     type = "permission_error"
@@ -144,7 +144,7 @@ class BodyTooLarge(ApiError):
 
 
 class UnsupportedMediaType(ApiError):
-    """A body that is not declared as JSON: pages of other origins can send such ones without being asked."""
+    """A body that is not declared as JSON: pages of other origins can send such bodies without a CORS preflight."""
 
     status = 415
     type = "invalid_request_error"
@@ -154,17 +154,17 @@ class UnsupportedMediaType(ApiError):
 
 
 class TooManyRequests(ApiError):
-    """More than this key may ask for; the header says when to try again."""
+    """More requests or tokens than this key may use; the header gives the seconds to wait."""
 
     status = 429
-    type = "requests"  # OpenAI's name of what there are too many of
+    type = "requests"  # OpenAI's type of this error
 
     def __init__(self, message: str, code: str, retry_after_s: float) -> None:
         super().__init__(message, None, code, _retry_after(retry_after_s))
 
 
 class TooManyHeaders(ApiError):
-    """More headers than any client has reason to send."""
+    """More headers than a client needs."""
 
     status = 431
     type = "invalid_request_error"
@@ -174,11 +174,11 @@ class TooManyHeaders(ApiError):
 
 
 class GenerationFailed(ApiError):
-    """The engine gave up on a request."""
+    """The engine ended a request with an error."""
 
 
 class Overloaded(ApiError):
-    """Not now; the header says when to try again."""
+    """The server cannot accept the request now; the header gives the seconds to wait."""
 
     status = 503
     type = "service_unavailable"
@@ -192,7 +192,7 @@ def _retry_after(seconds: float) -> dict[str, str]:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return the answer to any exception; what is not known is a 500 that tells nothing of the inside."""
+    """Return the API error for any exception. An unknown exception is a 500 without internal details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineBusy):
@@ -205,16 +205,16 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def as_invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """Return the 400 of what validation found: the first field is `param`, the first ten are told of."""
+    """Return the 400 for validation errors: `param` is the first field, the message describes the first MAX_ERRORS."""
     unknown = [param_of(error) or "" for error in errors if error["type"] == "extra_forbidden"]
     sentences = {name: f"unknown parameter: {clipped(name, MAX_INPUT_CHARS) or repr(name)}" for name in unknown}
-    for param, words in worded([error for error in errors if error["type"] != "extra_forbidden"]).items():
+    for param, words in messages_by_field([error for error in errors if error["type"] != "extra_forbidden"]).items():
         words = clipped(words, MAX_INPUT_CHARS)
         sentences[param or ""] = f"{clipped(param, MAX_INPUT_CHARS)}: {words}" if param else words
-    told = list(sentences.values())[:MAX_ERRORS]
+    shown = list(sentences.values())[:MAX_ERRORS]
     if len(sentences) > MAX_ERRORS:
-        told.append(f"and {len(sentences) - MAX_ERRORS} more")
-    return InvalidRequest("; ".join(told) or "the request is not valid", next(iter(sentences), None) or None)
+        shown.append(f"and {len(sentences) - MAX_ERRORS} more")
+    return InvalidRequest("; ".join(shown) or "the request is not valid", next(iter(sentences), None) or None)
 
 
 async def answer_api_error(_: Request, error: Exception) -> Response:
@@ -223,13 +223,13 @@ async def answer_api_error(_: Request, error: Exception) -> Response:
 
 
 async def answer_validation_error(_: Request, error: Exception) -> Response:
-    """Answer what pydantic refused: 400, not 422."""
+    """Answer a request that pydantic refused: 400, not 422."""
     assert isinstance(error, RequestValidationError)
     return as_invalid_request(error.errors()).response()
 
 
 async def answer_http_exception(_: Request, error: Exception) -> Response:
-    """Answer what the router raises: unknown paths, wrong methods."""
+    """Answer the router's errors: unknown paths, wrong methods."""
     assert isinstance(error, HTTPException)
     status_error = ApiError(error.detail, None, None, error.headers)
     status_error.status = error.status_code

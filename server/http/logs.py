@@ -1,4 +1,4 @@
-"""How log lines are written: text for people, JSON for machines, each with the id of its request."""
+"""Formats of log lines: text or JSON, each with the id of its request."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from engine.utils.progress_bar import lines_to_logging
 
 request_id_var: ContextVar[str] = ContextVar("request_id", default="-")
 
-_MORE = ("client", "key")  # of a record of the access log
+_MORE = ("client", "key")  # extra fields of access log records
 
 
 class _RequestIdFilter(logging.Filter):
@@ -19,12 +19,12 @@ class _RequestIdFilter(logging.Filter):
         return True
 
 
-# Control characters, and what some readers of logs take for the end of a line.
+# Control characters, and characters that some log readers treat as the end of a line.
 _ESCAPES = {code: f"\\u{code:04x}" for code in [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029]}
 
 
 class LineFormatter(logging.Formatter):
-    """A line for people. Whatever text of a client is in it makes no line of its own: a traceback's lines are indented."""
+    """A text line. Text of a client in it cannot fake a line: control characters are escaped, traceback lines are indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -36,7 +36,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -55,7 +55,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, form: Literal["text", "json"], is_worker: bool = False) -> None:
-    """Send every log line of the process to stderr; in JSON warnings and progress too.
+    """Send every log line of the process to stderr; with JSON, warnings and progress too.
 
     A worker's lines name the worker, not a request.
     """

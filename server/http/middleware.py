@@ -1,4 +1,4 @@
-"""Plain ASGI layers around every request: its id and log line, the last resort for exceptions, limits on headers and bodies."""
+"""Plain ASGI layers around every request: its id and log line, unexpected exceptions, limits of headers and body."""
 
 import logging
 import re
@@ -16,11 +16,11 @@ from server.schemas.common import REQUEST_ID
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("server.access")
 
-_SANE_ID = re.compile(REQUEST_ID)
+_VALID_ID = re.compile(REQUEST_ID)
 
 
 class RequestContext:
-    """Outermost: gives the request its id (the client's own if it is sane), returns it in a header, writes the log line."""
+    """Outermost: sets the request's id (the client's own if it is valid), returns it in a header, writes the log line."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -31,7 +31,7 @@ class RequestContext:
             await self.app(scope, receive, send)
             return
         offered = Headers(scope=scope).get("x-request-id", "")
-        request_id = offered if _SANE_ID.fullmatch(offered) else uuid.uuid4().hex
+        request_id = offered if _VALID_ID.fullmatch(offered) else uuid.uuid4().hex
         request_id_var.set(request_id)
         began_s, status = time.monotonic(), 499  # 499: the client left before an answer began
 
@@ -47,14 +47,14 @@ class RequestContext:
         try:
             await self.app(scope, receive, send_with_id)
         finally:
-            path = scope["path"].encode("unicode_escape").decode()[:500]  # no line breaks of the client's in the log
+            path = scope["path"].encode("unicode_escape").decode()[:500]  # the client must not write line breaks into the log
             sender = {"client": (scope.get("client") or ["-"])[0], "key": key_name_of(scope)}
-            words = (scope["method"], path, status, (time.monotonic() - began_s) * 1000, *sender.values())
-            access_log.info("%s %s %d %.1f ms from %s, key %s", *words, extra=sender)
+            fields = (scope["method"], path, status, (time.monotonic() - began_s) * 1000, *sender.values())
+            access_log.info("%s %s %d %.1f ms from %s, key %s", *fields, extra=sender)
 
 
 class ErrorBoundary:
-    """Answers exceptions that nothing else answered. It stands inside RequestContext, so that they have an id too."""
+    """Answers unexpected exceptions. It is inside RequestContext, so that their log lines and answers have the request's id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -101,7 +101,7 @@ class HeadAsGet:
 
 
 class HeaderLimit:
-    """Refuses requests with more headers than any client has reason to send; their bytes are bounded by the protocol."""
+    """Refuses requests with more headers than a client needs. The protocol bounds their bytes."""
 
     def __init__(self, app: ASGIApp, max_headers: int) -> None:
         self.app = app
@@ -116,10 +116,10 @@ class HeaderLimit:
 
 
 class BodyLimit:
-    """Reads the whole body, counted as it comes (streamed ones too), before anything else sees it.
+    """Reads the whole body before the app sees it, and counts its bytes as they arrive (of streamed bodies too).
 
-    Bodies that have not come whole are bounded together too. Beyond `max_unfinished_bytes` those that are larger than an equal
-    share of it are refused, so that large and slow ones leave room for small ones.
+    Incomplete bodies are bounded together too. Beyond `max_unfinished_bytes`, bodies larger than an equal share of it are
+    refused, so that large and slow bodies leave room for small ones.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, max_unfinished_bytes: int) -> None:
@@ -139,11 +139,11 @@ class BodyLimit:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        if body["type"] == "http.request":  # else the client left before it had said all
+        if body["type"] == "http.request":  # else the client disconnected before it had sent the body
             await self.app(scope, _replayed(body, receive), send)
 
     async def _read(self, headers: Headers, receive: Receive) -> Message:
-        """Return one message with the whole body, or the disconnect that came instead; raise ApiError if it is too large."""
+        """Return one message with the whole body, or the disconnect message; raise ApiError if the body is too large."""
         declared = headers.get("content-length", "0")
         if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
             raise BodyTooLarge(self._max_bytes)
@@ -163,14 +163,14 @@ class BodyLimit:
                 if not message.get("more_body", False):
                     return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
                 if self._unfinished_bytes > self._max_unfinished_bytes < num_bytes * self._num_unfinished:
-                    raise Overloaded("too much of other requests' bodies is awaited", "bodies_full", 1.0)
+                    raise Overloaded("too many bytes of incomplete request bodies are held", "bodies_full", 1.0)
         finally:
             self._num_unfinished -= 1
             self._unfinished_bytes -= num_bytes
 
 
 def _replayed(first: Message, receive: Receive) -> Receive:
-    """Return a receive channel that gives `first` and then whatever the real one gives."""
+    """Return a receive channel that returns `first`, then the messages of `receive`."""
     waiting = [first]
 
     async def replay() -> Message:

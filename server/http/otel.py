@@ -1,6 +1,6 @@
-"""OpenTelemetry spans: one a request, with children for queue, prefill and decoding of each sample. Needs the extra `otel`.
+"""OpenTelemetry spans: one per request, with children for queue, prefill and decoding of each sample. Needs the extra `otel`.
 
-Names are those of the semantic conventions for generative AI and HTTP; our own begin with `latebranch.`. No text is exported.
+Names follow the semantic conventions for generative AI and HTTP; our own begin with `latebranch.`. No text is exported.
 """
 
 import time
@@ -24,7 +24,7 @@ _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/com
 
 
 def provider_of(exporter: SpanExporter, processor: type[SpanProcessor] = BatchSpanProcessor) -> TracerProvider:
-    """Return a provider of this process's spans; it is nobody's global one."""
+    """Return a provider of this process's spans. It is not registered as the global provider."""
     resource = Resource.create({"service.name": "latebranch", "service.version": version("latebranch")})
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(processor(exporter))  # type: ignore[call-arg]
@@ -32,12 +32,12 @@ def provider_of(exporter: SpanExporter, processor: type[SpanProcessor] = BatchSp
 
 
 def otlp_provider(endpoint: str) -> TracerProvider:
-    """Return a provider that sends spans in batches, from a thread of its own, to the traces of an OTLP/HTTP collector."""
+    """Return a provider that sends spans in batches, from a background thread, to an OTLP/HTTP collector."""
     return provider_of(OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces"))
 
 
 class Tracing:
-    """ASGI layer: a span for each request that generates, beneath the client's own where it sends a `traceparent`."""
+    """ASGI layer: a span for each generation request, as a child of the client's span if it sends a `traceparent`."""
 
     def __init__(self, app: ASGIApp, provider: TracerProvider, model_name: str) -> None:
         self.app = app
@@ -80,13 +80,13 @@ class Tracing:
 
 def _set_status(span: Span, status: int) -> None:
     span.set_attribute("http.response.status_code", status)
-    if status >= 500:  # by the conventions of HTTP a 4xx is no error of a server's span
+    if status >= 500:  # in the HTTP conventions a 4xx is no error of a server's span
         span.set_attribute("error.type", str(status))
         span.set_status(Status(StatusCode.ERROR))
 
 
 class _SpanOfRequest:
-    """Puts what became of the samples into the request's span and beneath it."""
+    """Adds usage to the request's span, and child spans for the phases of its samples."""
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         self._tracer = tracer
@@ -94,7 +94,7 @@ class _SpanOfRequest:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     def generated(self, samples: Sequence[SampleTimes]) -> None:
-        """Add usage, and for each sample the spans of its phases."""
+        """Add usage, and the spans of each sample's phases."""
         attributes: dict[str, Any] = {
             "gen_ai.usage.input_tokens": sum(sample.num_prompt_tokens for sample in samples),
             "gen_ai.usage.output_tokens": sum(sample.num_tokens for sample in samples),

@@ -1,5 +1,5 @@
-"""HTTP/1.1 as uvicorn speaks it, with this API's words where a request is none, or its head is too large, bounded patience for
-clients that neither send nor read, and a bound on open connections.
+"""uvicorn's HTTP/1.1 protocol, with this API's error body for malformed requests and too large heads, time limits for clients
+that neither send nor read, and a limit of open connections.
 """
 
 import asyncio
@@ -18,31 +18,31 @@ from server.http.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32 * 1024  # the request line and all headers
-_NO_GOODBYE = struct.pack("ii", 1, 0)
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger
 _LINGER_S = 2.0  # without a byte of the rest of a request that was answered early
-_SAY_AGAIN_S = 10.0  # between log lines about connections that were closed for others
+_LOG_INTERVAL_S = 10.0  # between log lines about connections that were closed for new ones
 
 
-class _Patience:
-    """A timer that calls `at_end` unless it is ended before."""
+class _Timer:
+    """A timer that calls `on_expiry` unless it is ended before."""
 
-    def __init__(self, at_end: Callable[[], None]) -> None:
-        self._at_end = at_end
+    def __init__(self, on_expiry: Callable[[], None]) -> None:
+        self._on_expiry = on_expiry
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
-        """Begin to wait, if that is not done already."""
-        self._timer = self._timer or loop.call_later(limit_s, self._at_end)
+        """Start the timer unless it runs already."""
+        self._timer = self._timer or loop.call_later(limit_s, self._on_expiry)
 
     def end(self) -> None:
-        """Wait no more."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
 
 
 class _BoundedHeads(h11.Connection):
-    """h11, which bounds only heads that come in several pieces: one that comes at once is bounded too."""
+    """h11 that also bounds heads that arrive in one piece; h11 itself bounds only heads in several pieces."""
 
     def next_event(self) -> Any:
         """Return the next event; raise RemoteProtocolError for a head that is too large."""
@@ -56,10 +56,10 @@ class _BoundedHeads(h11.Connection):
 
 
 class _LingeringTransport:
-    """A transport whose `close` first reads on while its client still sends a request that is answered already.
+    """A transport whose `close` first reads on while the client still sends a request that is answered already.
 
-    Closed at once, the system would answer what comes with a reset, which takes the answer from the client unread. Anything but
-    closing is the transport's own.
+    If it closed at once, the system would answer further data with a reset, and the client would lose the unread answer.
+    Everything but closing is the transport's own.
     """
 
     def __init__(self, transport: asyncio.Transport, limit_s: float, is_sending: Callable[[], bool]) -> None:
@@ -77,7 +77,7 @@ class _LingeringTransport:
         return self.is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        """Close, perhaps after the client has sent all."""
+        """Close, if needed after the client has sent the whole request."""
         if self.is_lingering or self._transport.is_closing() or not self._is_sending():
             if not self.is_lingering:
                 self._transport.close()
@@ -90,33 +90,33 @@ class _LingeringTransport:
         self._timers = [loop.call_later(limit_s, self.end) for limit_s in (self._limit_s, _LINGER_S)]
 
     def on_data(self) -> None:
-        """Wait on for the rest."""
+        """Restart the linger timer: the client still sends."""
         self._timers.pop().cancel()
         self._timers.append(asyncio.get_running_loop().call_later(_LINGER_S, self.end))
 
     def end(self) -> None:
-        """Wait no more."""
+        """Close now."""
         for timer in self._timers:
             timer.cancel()
         self._transport.close()
 
 
-class Crowd:
-    """The open connections of a server, at most `most`: for one more that waits for a request is closed, the longest idle first.
+class ConnectionLimit:
+    """The open connections of a server, at most `most`. For one more, the connection that waits longest for a request is closed.
 
-    Connections whose request is being answered are never closed. If all are such, the new one is.
+    Connections whose request is being answered are never closed. If all are busy, the new connection is closed.
     """
 
     def __init__(self, most: int, on_closed: Callable[[], None]) -> None:
         self._most = most
         self._on_closed = on_closed
         self._busy: set[Http] = set()
-        self._idle: dict[Http, None] = {}  # in the order in which they began to wait
+        self._idle: dict[Http, None] = {}  # the longest idle first
         self._uploading: dict[Http, None] = {}
         self._next_line_s = 0.0
 
     def put(self, connection: "Http", state: Any) -> None:
-        """Note what a connection does; `state` is h11's of its client."""
+        """Update the state of a connection; `state` is h11's state of its client."""
         kind = self._idle if state is h11.IDLE else self._uploading if state is h11.SEND_BODY else None
         if kind is not None and connection in kind:
             return
@@ -143,41 +143,41 @@ class Crowd:
                 self._on_closed()
                 break
         if (now_s := time.monotonic()) >= self._next_line_s:
-            self._next_line_s = now_s + _SAY_AGAIN_S
-            log.warning("%d connections are open: those that wait longest are closed for new ones", self._most)
+            self._next_line_s = now_s + _LOG_INTERVAL_S
+            log.warning("%d connections are open: the longest waiting ones are closed for new ones", self._most)
 
 
 class Http(H11Protocol):
-    """Answers what never becomes a request with an error like any other, and cuts clients off that keep it waiting.
+    """Answers malformed requests with this API's error body, and cuts off clients that send or read too slowly.
 
-    A request must have come whole within `client_limit_s` of the connection, or of its own first byte on one that is kept. Of
-    what is sent something must leave the process within each such time; if not, the client takes nothing, and there is no way to
-    tell it so. Cut off, it sees its connection reset, and its requests end like those of any client that leaves.
+    A request must arrive completely within `client_limit_s` of the connection, or of its first byte on a kept connection. While
+    an answer is sent, some bytes must leave the process within each such time. Otherwise the client does not read, and an error
+    answer could not reach it. A client that is cut off sees its connection reset. Its requests end as after a disconnect.
 
-    A client that is answered before it has sent its whole request may send the rest, which is not looked at.
+    A client that is answered before it has sent its whole request may send the rest, which is ignored.
     """
 
-    crowd: Crowd
+    connection_limit: ConnectionLimit
     transport: Any
     client_limit_s = 60.0
 
     def on_cut_off(self, at: str) -> None:
-        """Hear of a client that was cut off, `sending` or `reading`."""
+        """Called when a client is cut off while `sending` or `reading`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Set up the connection, and start the time limit of its first request."""
         super().connection_made(transport)
         self.conn = _BoundedHeads(h11.SERVER, MAX_HEAD_BYTES)
         self.transport = _LingeringTransport(transport, self.client_limit_s, self._is_sending)
-        self._sending, self._reading = _Patience(self._on_unsaid), _Patience(self._on_unread)
-        self._has_spoken = False
-        # Writing is paused while anything is unsent. Not 0: TLS would take an empty buffer for a full one.
+        self._sending, self._reading = _Timer(self._on_send_timeout), _Timer(self._on_read_timeout)
+        self._has_received = False
+        # Writing is paused while any byte is unsent. Not 0: TLS would treat an empty buffer as full.
         transport.set_write_buffer_limits(high=1)
         self._watch_request()
 
     def data_received(self, data: bytes) -> None:
-        """Go on waiting unless the request is complete."""
-        self._has_spoken = True
+        """Process data; end the time limit if the request is complete."""
+        self._has_received = True
         if self.transport.is_lingering:
             self.transport.on_data()
             return
@@ -185,7 +185,7 @@ class Http(H11Protocol):
         self._watch_request()
 
     def _is_sending(self) -> bool:
-        """Return whether the client has not sent all of a request, or what it sends is none."""
+        """Return whether the client has not sent a whole request, or sends a malformed one."""
         return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def abort(self) -> None:
@@ -194,56 +194,56 @@ class Http(H11Protocol):
         self.transport.abort()
 
     def shutdown(self) -> None:
-        """End what waits for nothing but the rest of a request."""
+        """Close a connection that only waits for the rest of a request."""
         super().shutdown()
         if self.transport.is_lingering:
             self.transport.end()
 
     def _watch_request(self) -> None:
         if not self.transport.is_closing():
-            self.crowd.put(self, self.conn.their_state)
+            self.connection_limit.put(self, self.conn.their_state)
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._sending.begin(self.loop, self.client_limit_s)
         else:
             self._sending.end()
 
     def on_response_complete(self) -> None:
-        """Go on to what came behind the request, of which there may be half a body."""
+        """Continue with data after the request, which may be a part of the next one."""
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self._watch_request()
         elif not self.transport.is_closing():
-            self.crowd.put(self, self.conn.their_state)
+            self.connection_limit.put(self, self.conn.their_state)
 
     def pause_writing(self) -> None:
-        """Begin to wait for the client to read."""
+        """Start the time limit for the client to read."""
         super().pause_writing()
         self._num_unsent = self.transport.get_write_buffer_size()
         self._reading.begin(self.loop, self.client_limit_s)
 
     def resume_writing(self) -> None:
-        """Go on: all has been sent."""
+        """End the time limit: all bytes have been sent."""
         super().resume_writing()
         self._reading.end()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nobody."""
-        self.crowd.drop(self)
+        """Cancel all timers and forget the connection."""
+        self.connection_limit.drop(self)
         if self.transport.is_lingering:
             self.transport.end()
         super().connection_lost(exc)
         self._sending.end()
         self._reading.end()
 
-    def _on_unsaid(self) -> None:
-        if self._has_spoken:
+    def _on_send_timeout(self) -> None:
+        if self._has_received:
             self._cut_off("sending")
-        else:  # as browsers and balancers keep one for later
-            log.debug("a connection is closed on which nothing was said")
+        else:  # browsers and balancers open spare connections
+            log.debug("a connection is closed on which no data arrived")
             self.transport.close()
 
-    def _on_unread(self) -> None:
-        """Begin again with a client that has read since the last look, slowly as it may."""
+    def _on_read_timeout(self) -> None:
+        """Restart the time limit if the client has read any bytes since the last check, else cut it off."""
         num_unsent, self._num_unsent = self._num_unsent, self.transport.get_write_buffer_size()
         if self._num_unsent < num_unsent:
             self._reading.end()
@@ -254,12 +254,12 @@ class Http(H11Protocol):
     def _cut_off(self, at: str) -> None:
         log.warning("a client is cut off: %s took it longer than %g s", at, self.client_limit_s)
         self.on_cut_off(at)
-        # With a reset: the system would go on offering what it holds to somebody who takes nothing.
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_GOODBYE)
+        # With a reset: else the system would keep the unsent bytes and retry them.
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer and close. `msg` is uvicorn's own, without any text of the client's."""
+        """Answer and close. `msg` is uvicorn's own text, without text from the client."""
         body = InvalidRequest(f"{msg.rstrip('.')}, or a head of more than {MAX_HEAD_BYTES} bytes").body.model_dump_json().encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         headers.append(("x-content-type-options", "nosniff"))
@@ -268,14 +268,14 @@ class Http(H11Protocol):
         self.transport.close()
 
 
-def http_protocol(limit_s: float, max_connections: int, tell_cut_off: Callable[[str], None]) -> type[Http]:
-    """Return the protocol of a server whose clients have `limit_s` seconds, and at most so many connections."""
+def http_protocol(limit_s: float, max_connections: int, count_cut_off: Callable[[str], None]) -> type[Http]:
+    """Return the protocol of a server whose clients have `limit_s` seconds and at most `max_connections` connections."""
 
     class LimitedHttp(Http):
         client_limit_s = limit_s
-        crowd = Crowd(max_connections, lambda: tell_cut_off("waiting"))
+        connection_limit = ConnectionLimit(max_connections, lambda: count_cut_off("waiting"))
 
         def on_cut_off(self, at: str) -> None:
-            tell_cut_off(at)
+            count_cut_off(at)
 
     return LimitedHttp

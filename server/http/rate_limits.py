@@ -1,5 +1,5 @@
-"""How much one API key may ask for: requests and tokens a minute, requests at once. A plain ASGI layer over accounts that know no
-clock.
+"""Limits of each API key: requests and tokens per minute, concurrent requests. A plain ASGI layer; accounts take the time as an
+argument.
 """
 
 import time
@@ -15,13 +15,13 @@ from server.http.errors import TooManyRequests
 from server.metrics.keys import KeyMetrics
 
 RATE_HEADERS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
-_ONE = 1.0 - 1e-9  # request: whoever waits as long as told has so much left, by rounding
-_AGAIN_S = 1.0  # when to ask again where nobody knows which running request ends first
+_ONE = 1.0 - 1e-9  # a client that waits for the reported time has this much left, by rounding
+_RETRY_S = 1.0  # reported if a running request must end first: its end is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """What each key may ask for; None is without limit."""
+    """The limits of each key; None is no limit."""
 
     max_per_minute: int | None = None
     max_concurrent: int | None = None
@@ -29,10 +29,10 @@ class RateLimits:
 
 
 class Bucket:
-    """A token bucket: it holds a minute's amount, is full at first and fills evenly. Times are of any clock that never goes back.
+    """A token bucket: it holds a minute's amount, is full at first and refills evenly. Times are of any monotonic clock.
 
-    So `per_minute` may be taken at once, and in the long run no more than so much a minute. It can be overdrawn: then nothing is
-    left until that is made up for.
+    So `per_minute` may be taken at once, and in the long run at most `per_minute` a minute. It can be overdrawn: then it is empty
+    until the deficit is refilled.
     """
 
     def __init__(self, per_minute: int, now_s: float) -> None:
@@ -41,30 +41,30 @@ class Bucket:
         self._at_s = now_s
 
     def fill(self, now_s: float) -> None:
-        """Add what has come since the last time."""
+        """Refill by the time since the last call."""
         self._left = min(self.per_minute, self._left + (now_s - self._at_s) * self.per_minute / 60)
         self._at_s = now_s
 
     def take(self, amount: int, now_s: float) -> None:
-        """Take so much, whether it is there or not."""
+        """Take an amount, even if the bucket holds less."""
         self.fill(now_s)
         self._left -= amount
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until there is one; 0 if there is."""
+        """Return the seconds until the bucket holds 1; 0 if it does."""
         self.fill(now_s)
         return 0.0 if self._left >= _ONE else (1 - self._left) * 60 / self.per_minute
 
     def headers(self, of: str, now_s: float) -> dict[str, str]:
-        """Return OpenAI's headers: the limit, what is left of it, and when it will be whole again."""
+        """Return OpenAI's headers: the limit, the rest of it, and the seconds until the bucket is full."""
         self.fill(now_s)
-        whole_again_s = (self.per_minute - self._left) * 60 / self.per_minute
-        told = {"limit": self.per_minute, "remaining": max(0, int(self._left)), "reset": f"{whole_again_s:.3f}s"}
-        return {f"x-ratelimit-{what}-{of}": str(value) for what, value in told.items()}
+        full_in_s = (self.per_minute - self._left) * 60 / self.per_minute
+        values = {"limit": self.per_minute, "remaining": max(0, int(self._left)), "reset": f"{full_in_s:.3f}s"}
+        return {f"x-ratelimit-{what}-{of}": str(value) for what, value in values.items()}
 
 
 class Account:
-    """What one key has asked for lately."""
+    """The recent requests and tokens of one key."""
 
     bucket = Bucket
 
@@ -75,10 +75,10 @@ class Account:
         self._tokens = None if limits.max_tokens_per_minute is None else self.bucket(limits.max_tokens_per_minute, now_s)
 
     def enter(self, now_s: float) -> None:
-        """Count one request that begins now, or raise TooManyRequests and count nothing."""
+        """Count a request that begins now, or raise TooManyRequests and count nothing."""
         if self._most_open is not None and self._num_open >= self._most_open:
             text = f"{self._most_open} requests of this key are being answered"
-            raise TooManyRequests(text, "too_many_concurrent_requests", _AGAIN_S)
+            raise TooManyRequests(text, "too_many_concurrent_requests", _RETRY_S)
         if self._requests is not None and (wait_s := self._requests.wait_s(now_s)):
             text = f"this key may make {self._requests.per_minute} requests a minute"
             raise TooManyRequests(text, "rate_limit_exceeded", wait_s)
@@ -90,16 +90,16 @@ class Account:
         self._num_open += 1
 
     def leave(self) -> None:
-        """Note that a request that was counted has been answered."""
+        """Count the end of a request."""
         self._num_open -= 1
 
     def spend(self, num_tokens: int, now_s: float) -> None:
-        """Count tokens of a request. One that has begun is never refused for them; the next one may be."""
+        """Count tokens of a request. They never end a running request; the next request may be refused."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, now_s)
 
     def headers(self, now_s: float) -> dict[str, str]:
-        """Return those of RATE_HEADERS that have a limit."""
+        """Return the RATE_HEADERS of the limits that are set."""
         requests = {} if self._requests is None else self._requests.headers("requests", now_s)
         return requests | ({} if self._tokens is None else self._tokens.headers("tokens", now_s))
 
@@ -123,7 +123,7 @@ current_spender: ContextVar[Spender | None] = ContextVar("current_spender", defa
 
 
 class RateLimiter:
-    """Stands behind the gate: an account for each key that opened it, one for all where there are no keys. Only POST counts."""
+    """Runs after ApiKeyGate. Owns an account for each key, and one for all requests if there are no keys. Only POST counts."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What is written to the log of a request's own words: by default nothing."""
+"""Logs the parameters and texts of requests; by default nothing."""
 
 import json
 import logging
@@ -11,20 +11,20 @@ log = logging.getLogger("server.requests")
 RequestLog = Literal["off", "parameters", "texts"]
 
 MAX_VALUE_CHARS = 500
-_WORDLESS = frozenset({"model", "request_id", "speculative", "stream_options"})  # beside numbers and truth values
+_TEXT_FREE = frozenset({"model", "request_id", "speculative", "stream_options"})  # besides numbers and booleans
 
 
 def log_request(kind: RequestLog, path: str, body: BaseModel) -> None:
-    """Write one line of a request's fields, unless that is off."""
+    """Write one line with a request's fields, unless `kind` is off."""
     if kind != "off":
         fields = body.model_dump(mode="json", exclude_none=True)
-        shown = (f"{name}={_shown(value, kind == 'texts' or name in _WORDLESS)}" for name, value in fields.items())
+        shown = (f"{name}={_shown(value, kind == 'texts' or name in _TEXT_FREE)}" for name, value in fields.items())
         log.info("%s %s", path, " ".join(shown))
 
 
-def _shown(value: Any, tells_words: bool) -> str:
-    """Return a value as JSON, which escapes what could break a line, cut to a length; of words perhaps only their size."""
+def _shown(value: Any, shows_text: bool) -> str:
+    """Return a value as JSON, which escapes line breaks, cut to a maximum length; without `shows_text` only the size of texts."""
     text = json.dumps(value)
-    if isinstance(value, int | float) or (tells_words and len(text) <= MAX_VALUE_CHARS):
+    if isinstance(value, int | float) or (shows_text and len(text) <= MAX_VALUE_CHARS):
         return text
-    return f"{text[:MAX_VALUE_CHARS]}…({len(text)} characters)" if tells_words else f"({len(text)} characters)"
+    return f"{text[:MAX_VALUE_CHARS]}…({len(text)} characters)" if shows_text else f"({len(text)} characters)"

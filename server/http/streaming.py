@@ -1,4 +1,4 @@
-"""Server-sent events: a stream of JSON objects that ends with [DONE], also when it fails, and that notices a client gone."""
+"""Server-sent events: a stream of JSON objects that ends with [DONE], after an error too, and that detects a disconnect."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,14 +18,14 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def sse_event(body: BaseModel) -> bytes:
-    """Return one event, named where the format names them; only fields that were set are written."""
+    """Return one event, with its name if the format has names. Only fields that were set are written."""
     name = f"event: {body.type}\n".encode() if isinstance(body, ResponsesEvent) else b""
     return name + b"data: " + body.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends one event for each object. The connection is watched all the while: a client that leaves during a silence of the
-    engine is noticed then, not at the next send (which the server would swallow anyway). `close` runs on every way out.
+    """Sends one event for each object. Watches the connection at the same time: a disconnect is detected at once, not at the next
+    send, which the server would drop. `close` runs in every case.
     """
 
     media_type = "text/event-stream"

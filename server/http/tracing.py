@@ -1,6 +1,6 @@
-"""What a request's trace is told of its samples, and where the request that is being answered finds its trace.
+"""The data that a request's trace gets about its samples, and the context variable with the trace of the current request.
 
-Knows no tracing library: server.http.otel has one. Without it no request has a trace.
+Knows no tracing library: server.http.otel uses one. Without it no request has a trace.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class SampleTimes:
-    """One sample's life: seconds of time.monotonic, None where it did not come so far. `num_steps` brought it tokens."""
+    """Times of one sample, in seconds of time.monotonic; None for a phase that it did not reach. `num_steps` produced tokens."""
 
     arrival_s: float
     admitted_s: float | None
@@ -27,7 +27,7 @@ class RequestTrace(Protocol):
     """The trace of one request."""
 
     def generated(self, samples: Sequence[SampleTimes]) -> None:
-        """Take what became of the request's samples, once they have ended."""
+        """Record the times of the request's samples after they have ended."""
         ...
 
 

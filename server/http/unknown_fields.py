@@ -1,6 +1,6 @@
-"""Fields of a request that this server does not know: which are ignored, and which never (docs/decisions has the reasons).
+"""Unknown fields of a request: which are ignored, and which are refused (docs/decisions has the reasons).
 
-Knows names and values at the top of a request; inside of a known field everything unknown is refused anyway.
+Knows names and values at the top level of a request. Inside a known field every unknown field is refused.
 """
 
 import difflib
@@ -15,16 +15,16 @@ from server.schemas.completion import CompletionRequest
 from server.schemas.responses import ResponsesRequest
 
 MAX_IGNORED = 16
-_SANE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # fit for a header and a line of a log
-_LIKENESS = 0.8  # of two names, by difflib's ratio, from which one is a misspelling of the other
+_VALID_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # safe in a header and in a log line
+_LIKENESS = 0.8  # difflib's ratio from which a name counts as a misspelling of another
 
-# What one endpoint honours is ignored by none: a seed that does nothing would be a broken promise.
+# A field that one endpoint honours is ignored by no other: a client would believe that, for example, its seed is used.
 _HARMLESS = frozenset({"metadata", "priority", "request_id", "service_tier", "store", "user"})
 _OF_GENERATION = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields} - _HARMLESS
 
-# Fields of other servers that change which text comes or what is told of it, with the values that change nothing. Those that only
-# adjust one of them (mirostat_tau, xtc_threshold, dry_base) are not listed: without it they change nothing either.
-_LAW_CHANGING: Mapping[str, tuple[object, ...]] = {
+# Fields of other servers that change the text or the reported data, with the values that change nothing. Fields that only
+# adjust another one (mirostat_tau, xtc_threshold, dry_base) are not listed: without that field they change nothing.
+_OUTPUT_CHANGING: Mapping[str, tuple[object, ...]] = {
     # OpenAI
     **{"audio": (), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "moderation": ()},
     **{"reasoning": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (), "max_output_tokens": ()},
@@ -57,26 +57,26 @@ _LAW_CHANGING: Mapping[str, tuple[object, ...]] = {
     **{"rep_pen": (1,), "repeat_last_n": (-1,), "temperature_last": (False,), "dynamic_temperature": (False,)},
     **{"sampler_priority": (), "grammar_string": ("",), "ban_eos_token": (False,), "custom_token_bans": ("",)},
     **{"add_bos_token": (True,), "response_schema": (), "response_mime_type": ("text/plain",), "n_indent": (0,)},
-    # where a client puts the fields of a law one level deeper
+    # objects in which a client may nest sampling fields
     **{"extra_body": ({},), "options": ({},), "parameters": ({},), "sampling_params": ({},), "generation_config": ({},)},
     **{"smoothing_factor": (0,), "banned_tokens": ([],), "banned_strings": ([],), "forced_bos_token_id": (), "bad": ([],)},
 }
 
 
-def without_foreign(body: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields that are known, and the names of those that may be ignored; raise InvalidRequest for any other."""
-    foreign = [name for name in body if name not in known]
-    if len(foreign) > MAX_IGNORED:
-        raise InvalidRequest(f"more than {MAX_IGNORED} unknown parameters", foreign[MAX_IGNORED])
-    for name in foreign:
+def without_unknown(body: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the known fields, and the names of the ignored ones; raise InvalidRequest for a field that may change the output."""
+    unknown = [name for name in body if name not in known]
+    if len(unknown) > MAX_IGNORED:
+        raise InvalidRequest(f"more than {MAX_IGNORED} unknown parameters", unknown[MAX_IGNORED])
+    for name in unknown:
         _require_harmless(name, body[name], known)
-    return {name: value for name, value in body.items() if name in known}, foreign
+    return {name: value for name, value in body.items() if name in known}, unknown
 
 
 def _require_harmless(name: str, value: object, known: Collection[str]) -> None:
-    """Raise InvalidRequest for a field that may change what comes: one that is known to, a misspelling, or no name at all."""
-    if name in _LAW_CHANGING:
-        neutral = (None, *_LAW_CHANGING[name])
+    """Raise InvalidRequest for a field that changes the output, for a misspelling of a known field, and for an invalid name."""
+    if name in _OUTPUT_CHANGING:
+        neutral = (None, *_OUTPUT_CHANGING[name])
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
             raise InvalidRequest(f"{name}: not supported by this server; accepted: {', '.join(map(json.dumps, neutral))}", name)
     elif name in _OF_GENERATION:
@@ -84,12 +84,12 @@ def _require_harmless(name: str, value: object, known: Collection[str]) -> None:
             raise InvalidRequest(f"{name}: not honoured by this endpoint; accepted: null", name)
     elif meant := _meant(name, known):
         raise InvalidRequest(f"unknown parameter: {name}; is {meant} meant?", name)
-    elif not _SANE_NAME.fullmatch(name):
+    elif not _VALID_NAME.fullmatch(name):
         raise InvalidRequest(f"unknown parameter: {name or repr(name)}", name or None)
 
 
 def _meant(name: str, known: Collection[str]) -> str | None:
-    """Return the field whose name is spelled much like this one."""
+    """Return the known field with a similar name, or None."""
     plain = {_plain(one): one for one in known}
     likest = difflib.get_close_matches(_plain(name[:64]), plain, n=1, cutoff=_LIKENESS)
     return plain[likest[0]] if likest else None

@@ -1,7 +1,7 @@
-"""What pydantic found wrong, in words for people: which field, what it must be. Knows pydantic's errors and nothing else.
+"""Converts pydantic's errors to readable messages: which field, and what it must be. Knows only pydantic's errors.
 
-A field that may have several forms (a text or a list of texts) fails once for each form. Only the form that came furthest is
-told of: it is the one that was meant.
+A field that may have several forms (a text or a list of texts) fails once for each form. Only the form that validated furthest is
+reported: it is most likely the intended one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 Error = Mapping[str, Any]  # as `ValidationError.errors()` gives it
 
-# What pydantic puts into a location for a form of a union, or for the key of a map; it is no field name.
+# Entries of a location that name a form of a union, or the key of a map, not a field.
 _FORM_NAMES = ("str", "int", "[key]")
 _FORM_BEGINNINGS = ("constrained-", "list[", "dict[", "literal[", "function-")
 
@@ -41,7 +41,7 @@ _SENTENCES = {
 
 
 def param_of(error: Error) -> str | None:
-    """Return the dotted name of the field that an error is about. The name of an unknown field is the client's: any string."""
+    """Return the dotted name of the field of an error. The name of an unknown field can be any string of the client."""
     if named := error.get("ctx", {}).get("param"):
         return str(named)
     inside = error["loc"][1:]
@@ -50,8 +50,8 @@ def param_of(error: Error) -> str | None:
     return ".".join(str(part) for part in [*(part for part in ours if not _is_form(part)), *clients]) or None
 
 
-def worded(errors: Sequence[Error]) -> dict[str | None, str]:
-    """Return what is wrong with each field, without its name, in the order of the errors."""
+def messages_by_field(errors: Sequence[Error]) -> dict[str | None, str]:
+    """Return the message of each field, without its name, in the order of the errors."""
     groups: dict[str | None, list[Error]] = {}
     for error in _of_best_forms(errors):
         groups.setdefault(param_of(error), []).append(error)
@@ -72,7 +72,7 @@ def _of_one(error: Error) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a limit as people write it: 2, not 2.0."""
+    """Return a limit without a useless fraction: 2, not 2.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -81,7 +81,7 @@ def _is_form(part: object) -> bool:
 
 
 def _of_best_forms(errors: Sequence[Error]) -> list[Error]:
-    """Return the errors without those of forms that failed earlier than another form of the same field."""
+    """Return the errors except those of forms that failed earlier than another form of the same field."""
     best: dict[tuple[object, ...], tuple[int, tuple[int, ...]]] = {}
     for error in errors:
         field = _field(error)
@@ -90,13 +90,13 @@ def _of_best_forms(errors: Sequence[Error]) -> list[Error]:
 
 
 def _field(error: Error) -> tuple[object, ...]:
-    """Return the location of the field whose form failed; the whole location where there are no forms."""
+    """Return the location of the field whose form failed; without forms, the whole location."""
     loc = tuple(error["loc"])
     return next((loc[:at] for at, part in enumerate(loc) if _is_form(part)), loc)
 
 
 def _progress(error: Error, field: tuple[object, ...]) -> tuple[int, tuple[int, ...]]:
-    """Return how far a form came: of the wrong kind, of the right kind up to which item, or only wrong as a whole."""
+    """Return how far a form validated: wrong kind (0), right kind up to an item (1), or invalid only as a whole (2)."""
     inside = [part for part in error["loc"][len(field) :] if not _is_form(part)]
     rank = 1 if inside else 0 if error["type"] in _KINDS else 2
     return rank, tuple(part for part in inside if isinstance(part, int))

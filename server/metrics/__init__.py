@@ -1,4 +1,4 @@
-"""Prometheus metrics of one server, in a registry of their own. docs/metrics.md lists them."""
+"""Prometheus metrics of one server, in their own registry. docs/metrics.md lists them."""
 
 from collections.abc import Callable
 
@@ -14,16 +14,16 @@ from server.metrics.keys import KeyMetrics
 from server.metrics.requests import RequestMetrics
 from server.metrics.steps import StepMetrics
 
-# A series of times beside each counter and histogram, which no dashboard reads.
+# Removes the `_created` series of each counter and histogram, which no dashboard reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
+__all__ = ["CONTENT_TYPE", "ServerMetrics"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
-class Metrics:
-    """Owns the registry; its parts are fed by the engine's steps, by requests, by HTTP and at each scrape."""
+class ServerMetrics:
+    """Owns the registry. Its parts are updated by engine steps, by requests, by HTTP and at each scrape."""
 
     def __init__(self, model_name: str, max_model_len: int, health: Callable[[], EngineHealth]) -> None:
         self.registry = CollectorRegistry()

@@ -1,25 +1,25 @@
-"""Metrics of the background audit. Fed with the StepStats of steps that have news of it."""
+"""Metrics of the background audit, updated with the StepStats of steps that report audit results."""
 
 from itertools import product
 
 from engine.core.types import StepStats
 from server.metrics.families import Families
 
-# Those of engine.audit, which brings torch; a test compares them.
+# The names of engine.audit, which imports torch; a test compares them.
 _CHECKS = ("greedy", "coupled", "sampled")
 _OUTCOMES = ("match", "near_tie", "mismatch")
 _BINS = tuple(map(str, range(20)))
 
 
 class AuditMetrics:
-    """Adds up what the audit finds; all at zero while `audit_share` is 0."""
+    """Sums the results of the audit; all are zero while `audit_share` is 0."""
 
     def __init__(self, families: Families) -> None:
         self._tokens = families.counters_by(
             "latebranch_audit_tokens", "Tokens checked again by a plain pass, by check and outcome.", ("check", "outcome")
         )
         for check, outcome in product(_CHECKS, _OUTCOMES):
-            self._tokens(check, outcome)  # there from the start, so that the first mismatch is an increase
+            self._tokens(check, outcome)  # present from the start, so that the first mismatch is an increase
         self._bins = families.counters(
             "latebranch_audit_pit_bins", "Sampled tokens by the bin of their transform; even if nothing is lost.", "bin", _BINS
         )
@@ -29,7 +29,7 @@ class AuditMetrics:
         self._passed = families.counter("latebranch_audit_pass_tokens", "Tokens fed to the target by the audit.")
 
     def on_step(self, stats: StepStats) -> None:
-        """Add what a step brought."""
+        """Add the audit results of a step."""
         if stats.audit is None:
             return
         for check, counts in stats.audit.outcomes.items():

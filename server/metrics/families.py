@@ -1,4 +1,4 @@
-"""Metric families that carry the labels every model metric has, and their buckets.
+"""Metric families with the labels that every model metric has, and their buckets.
 
 Names, labels and buckets that begin with `vllm:` are vLLM's (v1/metrics/loggers.py), so that its dashboards and the
 gateways that read it work here unchanged. Our own begin with `latebranch_`.
@@ -33,7 +33,7 @@ def length_buckets(max_model_len: int) -> tuple[int, ...]:
 
 
 class Families:
-    """Makes families in one registry, bound to the model's name."""
+    """Creates families in one registry, bound to the model's name."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
@@ -52,19 +52,19 @@ class Families:
         return Histogram(name, text, LABELS, buckets=buckets, registry=self._registry).labels(*self._values)
 
     def counters(self, name: str, text: str, label: str, known: Sequence[str] = ()) -> Callable[[str], Counter]:
-        """Return counters told apart by one more label; `known` values are there from the start, at zero."""
+        """Return counters with one more label; `known` values are present from the start, at zero."""
         family = Counter(name, text, (*LABELS, label), registry=self._registry)
         for value in known:
             family.labels(*self._values, value)
         return lambda value: family.labels(*self._values, value)
 
     def counters_by(self, name: str, text: str, labels: Sequence[str]) -> Callable[..., Counter]:
-        """Return counters told apart by several more labels, whose values are given in order."""
+        """Return counters with several more labels, whose values are given in order."""
         family = Counter(name, text, (*LABELS, *labels), registry=self._registry)
         return lambda *values: family.labels(*self._values, *values)
 
     def histograms(self, name: str, text: str, label: str, buckets: Sequence[float]) -> Callable[[str], Histogram]:
-        """Return histograms told apart by one more label."""
+        """Return histograms with one more label."""
         family = Histogram(name, text, (*LABELS, label), buckets=buckets, registry=self._registry)
         return lambda value: family.labels(*self._values, value)
 

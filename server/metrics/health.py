@@ -1,4 +1,4 @@
-"""Metrics of the engine's health, read at each scrape: a hung engine sends nothing that could be counted."""
+"""Metrics of the engine's health, read at each scrape: a hung engine sends no steps that could be counted."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,7 +10,7 @@ from server.metrics.families import ENGINE, LABELS
 
 
 class HealthCollector(Collector):
-    """Asks for the engine's health when it is collected."""
+    """Reads the engine's health at each collection."""
 
     def __init__(self, model_name: str, health: Callable[[], EngineHealth]) -> None:
         self._values = [model_name, ENGINE]
@@ -27,13 +27,13 @@ class HealthCollector(Collector):
         restarts.add_metric(self._values, health.num_restarts)
         yield restarts
         resumed = CounterMetricFamily(
-            "latebranch_resumed_requests", "Samples that a dead engine left and the next one went on with.", labels=LABELS
+            "latebranch_resumed_requests", "Samples of a dead engine that the next engine continued.", labels=LABELS
         )
         resumed.add_metric(self._values, health.num_resumed)
         yield resumed
         age = GaugeMetricFamily(
             "latebranch_engine_heartbeat_age_seconds",
-            "Seconds since the engine last said anything; absent before.",
+            "Seconds since the engine's last heartbeat; absent before the first.",
             labels=LABELS,
         )
         if health.heartbeat_age_s is not None:

@@ -7,11 +7,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
-_UNCOUNTED = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/version"})  # probes would drown the rest
+_UNCOUNTED = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/version"})  # frequent probes
 
 
 class HttpMetrics:
-    """The families, and `num_open`: requests that have come and are not answered yet, streams included."""
+    """The families, and `num_open`: requests that are not answered completely yet, streams included."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.num_open = 0
@@ -45,7 +45,7 @@ class HttpMetrics:
 
 
 class HttpMeter:
-    """Counts requests by the route's template (`none` where there is none), so that clients cannot make new series."""
+    """Counts requests by the route's template, `none` without a route, so that clients cannot create new series."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self.app = app

@@ -1,10 +1,10 @@
-"""What each API key asks for, by its name in the settings: a key without a name, or no key, is `-`."""
+"""Requests and tokens of each API key, by its name in the settings; `-` for a key without a name, and for no key."""
 
 from prometheus_client import CollectorRegistry, Counter
 
 
 class KeyMetrics:
-    """The families. Only names of the settings become labels, so clients cannot make new series."""
+    """The families. Only names of the settings become labels, so clients cannot create new series."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
@@ -18,7 +18,7 @@ class KeyMetrics:
         )
 
     def count_request(self, key: str) -> None:
-        """Count one request, refused ones too."""
+        """Count one request; refused requests count too."""
         self._requests.labels(key).inc()
 
     def count_tokens(self, key: str, num_prompt_tokens: int, num_generated_tokens: int) -> None:

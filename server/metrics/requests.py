@@ -1,6 +1,6 @@
-"""Metrics of requests as a client lives them: latencies, lengths, ends. Fed by one RequestMeter a request.
+"""Metrics of requests as a client sees them: latencies, lengths, finish reasons. Each request has a RequestMeter.
 
-The engine says with a sample's first tokens how long it was queued; the rest of the wait is prefill.
+The engine reports a sample's queue time with its first tokens. The rest of the time to the first token is prefill.
 """
 
 import time
@@ -28,7 +28,7 @@ _REJECTIONS = (
 
 
 class RequestMetrics:
-    """The families; `meter` begins the account of one request."""
+    """The families; `meter` begins the measurement of one request."""
 
     def __init__(self, families: Families, max_model_len: int) -> None:
         self._add_latencies(families)
@@ -36,11 +36,11 @@ class RequestMetrics:
         ends = [reason.value for reason in FinishReason]
         self.success = families.counters("vllm:request_success", "Samples ended, by reason.", "finished_reason", ends)
         self.failures = families.counters(
-            "latebranch_failed_requests", "Samples that were given up, by why.", "code", [*_ERRORS, *_LATENESS]
+            "latebranch_failed_requests", "Samples that ended with an error, by its code.", "code", [*_ERRORS, *_LATENESS]
         )
         self.corrupted = families.counter("vllm:corrupted_requests", "Samples ended by logits that were not finite.")
         self.rejections = families.counters(
-            "latebranch_rejected_requests", "Requests that were not taken.", "reason", list(_REJECTIONS)
+            "latebranch_rejected_requests", "Requests that were not accepted.", "reason", list(_REJECTIONS)
         )
 
     def _add_latencies(self, families: Families) -> None:
@@ -49,7 +49,7 @@ class RequestMetrics:
         )
         self.inter_event_s = families.histogram(
             "vllm:inter_token_latency_seconds",
-            "Between output events of a sample: a step, which may bring several tokens.",
+            "Between output events of a sample: a step, which may produce several tokens.",
             TOKEN_BUCKETS,
         )
         self.per_token_s = families.histogram(
@@ -71,20 +71,20 @@ class RequestMetrics:
         self.params_max_tokens = families.histogram("vllm:request_params_max_tokens", "The max_tokens of a request.", lengths)
         self.params_n = families.histogram("vllm:request_params_n", "The n of a request.", SAMPLES_BUCKETS)
         self.step_tokens = families.histogram(
-            "latebranch_step_tokens", "Block efficiency: tokens one decoding step brought one sample.", STEP_TOKENS_BUCKETS
+            "latebranch_step_tokens", "Block efficiency: tokens of one decoding step for one sample.", STEP_TOKENS_BUCKETS
         )
 
     def refuse(self, reason: str) -> None:
-        """Count a request that was not taken, and nothing else of it."""
+        """Count a request that was not accepted, and nothing else of it."""
         self.rejections(reason).inc()
 
     def meter(self, num_samples: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> "RequestMeter":
-        """Begin the account of a request that has just arrived."""
+        """Begin the measurement of a request that has just arrived."""
         return RequestMeter(self, num_samples, max_tokens, clock)
 
 
 class SampleMeter:
-    """Times of one sample, which ends once."""
+    """Times of one sample. Its end is counted once."""
 
     def __init__(self, metrics: RequestMetrics, num_prompt_tokens: int, arrival_s: float, clock: Callable[[], float]) -> None:
         self._metrics = metrics
@@ -95,7 +95,7 @@ class SampleMeter:
         self._first_token_s: float | None = None
         self._last_token_s = arrival_s
         self.num_tokens = 0  # of the answer
-        self.num_steps = 0  # that brought tokens
+        self.num_steps = 0  # that produced tokens
         self.finish: FinishReason | None = None
 
     @property
@@ -104,7 +104,7 @@ class SampleMeter:
         return self.finish is not None
 
     def times(self) -> SampleTimes:
-        """Return its life for a trace."""
+        """Return its times for a trace."""
         has_tokens = self._first_token_s is not None
         return SampleTimes(
             arrival_s=self._arrival_s,
@@ -118,7 +118,7 @@ class SampleMeter:
         )
 
     def on_event(self, event: TokenEvent) -> None:
-        """Time one event of the engine, and count its error."""
+        """Record the time of an engine event, and count its error."""
         if event.token_ids:
             self._queued_s = event.queued_s or self._queued_s
             self._on_tokens(event)
@@ -128,7 +128,7 @@ class SampleMeter:
 
     def _on_tokens(self, event: TokenEvent) -> None:
         now_s = self._clock()
-        is_decoding = self._first_token_s is not None or event.num_draft_tokens > 0  # else the prompt's own step
+        is_decoding = self._first_token_s is not None or event.num_draft_tokens > 0  # else the last step of the prefill
         if is_decoding:
             self._metrics.step_tokens.observe(len(event.token_ids))
         if self._first_token_s is None:
@@ -140,7 +140,7 @@ class SampleMeter:
         self.num_steps += 1
 
     def keep(self, num_tokens: int) -> None:
-        """Count tokens of an event that became part of the answer: those that its usage counts."""
+        """Count the tokens of an event that became part of the answer and of its usage."""
         self.num_tokens += num_tokens
         self._metrics.kept_tokens.inc(num_tokens)
 
@@ -169,7 +169,7 @@ class SampleMeter:
 
 
 class RequestMeter:
-    """The account of one HTTP request: a SampleMeter for each sample. It is closed once, by `reject` or by `close`."""
+    """Measures one HTTP request: a SampleMeter for each sample. It is closed once, by `reject` or by `close`."""
 
     def __init__(self, metrics: RequestMetrics, num_samples: int, max_tokens: int, clock: Callable[[], float]) -> None:
         self._metrics = metrics
@@ -185,20 +185,20 @@ class RequestMeter:
         return self._samples[-1]
 
     def reject(self, reason: str) -> None:
-        """Count a request that the engine did not take, and nothing else of it."""
+        """Count a request that the engine did not accept, and nothing else of it."""
         self._metrics.refuse(reason)
 
     def fail(self, code: str) -> None:
-        """Count the samples that have not ended as given up."""
+        """Count the samples that have not ended as failed."""
         for sample in self._samples:
             self._metrics.failures(code).inc(not sample.is_ended)
 
     def times(self) -> list[SampleTimes]:
-        """Return the samples' lives for a trace."""
+        """Return the samples' times for a trace."""
         return [sample.times() for sample in self._samples]
 
     def close(self, unfinished: FinishReason) -> None:
-        """End the samples that have not ended, for that reason; count what is known only when all have."""
+        """End the unfinished samples with the given reason; record the values that need all samples."""
         for sample in self._samples:
             sample.end(unfinished)
         self._metrics.params_n.observe(self._num_samples)

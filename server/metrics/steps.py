@@ -1,4 +1,4 @@
-"""Metrics of engine steps: load, throughput, speculation. Fed with the StepStats of each step."""
+"""Metrics of engine steps: load, throughput, speculation, updated with the StepStats of each step."""
 
 from collections.abc import Callable
 
@@ -12,16 +12,16 @@ _OTHER = "other"
 
 
 class StepMetrics:
-    """Adds up steps. Ratios are left to PromQL, so that replicas can be summed first.
+    """Sums the counts of steps. Ratios are left to PromQL, so that replicas can be summed first.
 
-    The load is that of the last step of the worker that lives: nothing runs or waits in one that is dead or starting.
+    The load is that of the living worker's last step. While the worker is dead or starting, the load is 0.
     """
 
     def __init__(self, families: Families, health: Callable[[], EngineHealth]) -> None:
         self._families = families
         self._health = health
         self._last: StepStats | None = None
-        self._last_restarts = 0  # how often the engine had been started again when it took the last step
+        self._last_restarts = 0  # the number of engine restarts at the last step
         self._has_info = False
         self._expansion_labels: set[str] = set()
         self._add_load(families)
@@ -35,7 +35,7 @@ class StepMetrics:
         cache_usage = families.gauge("vllm:kv_cache_usage_perc", "Share of the cache's slots in use; 1 is full.")
         cache_usage.set_function(lambda: self._load(lambda last: last.num_used_slots / max(1, last.num_slots)))
         self._prompt_tokens = families.counter("vllm:prompt_tokens", "Prompt tokens processed.")
-        self._prefix_queries = families.counter("vllm:prefix_cache_queries", "Prompt tokens looked for among the cached.")
+        self._prefix_queries = families.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = families.counter("vllm:prefix_cache_hits", "Prompt tokens found cached, and not fed.")
         self._preemptions = families.counter("vllm:num_preemptions", "Sequences that lost their cache slots and were put back.")
         self._iteration_tokens = families.histogram(
@@ -50,10 +50,10 @@ class StepMetrics:
         self._accepted_tokens = families.counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.")
         sources = [source.value for source in DraftSource]
         self._drafted_by_source = families.counters(
-            "latebranch_drafted_tokens", "Drafted tokens verified, by what proposed them.", "source", sources
+            "latebranch_drafted_tokens", "Drafted tokens verified, by their source.", "source", sources
         )
         self._accepted_by_source = families.counters(
-            "latebranch_accepted_tokens", "Drafted tokens that left the engine, by what proposed them.", "source", sources
+            "latebranch_accepted_tokens", "Drafted tokens that left the engine, by their source.", "source", sources
         )
         self._accepted_per_position = families.counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -68,19 +68,21 @@ class StepMetrics:
             "latebranch_expansions", "Decoding rows by the tree they got: trunk.branches.depth, or its name.", "expansion"
         )
         self._expected_tokens = families.counter(
-            "latebranch_expected_tokens", "Sum of E[tau + 1 | tree] over the decoding rows whose rule tells it."
+            "latebranch_expected_tokens", "Sum of E[tau + 1 | tree] over the decoding rows whose verifier computes it."
         )
-        self._expected_rows = families.counter("latebranch_expected_rows", "Decoding rows whose rule tells E[tau + 1 | tree].")
+        self._expected_rows = families.counter(
+            "latebranch_expected_rows", "Decoding rows whose verifier computes E[tau + 1 | tree]."
+        )
         self._realised_tokens = families.counter(
-            "latebranch_realised_tokens", "Accepted depth + 1 of those rows, before limits cut it."
+            "latebranch_realised_tokens", "Accepted depth + 1 of those rows, before token limits."
         )
-        self._decisions = families.counters("latebranch_policy_steps", "Steps by why their expansions were chosen.", "reason")
+        self._decisions = families.counters("latebranch_policy_steps", "Steps by the reason for their expansions.", "reason")
         self._predicted_s = families.counter(
-            "latebranch_predicted_seconds", "What the policy expected steps to take, of those it expected something of."
+            "latebranch_predicted_seconds", "Seconds that the policy predicted, summed over steps with a prediction."
         )
-        self._predicted_seconds = families.counter("latebranch_foretold_seconds", "What those steps took.")
+        self._actual_s = families.counter("latebranch_foretold_seconds", "Seconds that those steps took.")
         self._plain_s = families.counter(
-            "latebranch_predicted_plain_seconds", "What plain decoding would take for the tokens expected of those steps."
+            "latebranch_predicted_plain_seconds", "Predicted seconds of plain decoding for the expected tokens of those steps."
         )
         self._steps = families.counter("latebranch_steps", "Engine steps.")
         self._phase_s = families.histograms(
@@ -89,7 +91,7 @@ class StepMetrics:
         self._step_s = families.histogram("latebranch_step_seconds", "Seconds of a whole step.", PHASE_BUCKETS)
 
     def on_model(self, model: ModelInfo, has_prefix_cache: bool) -> None:
-        """Show what the engine loaded; a restarted engine has loaded the same."""
+        """Set the info metrics once: a restarted engine has loaded the same model."""
         if self._has_info:
             return
         self._has_info = True
@@ -108,7 +110,7 @@ class StepMetrics:
         """Add one step."""
         self._last, self._last_restarts = stats, self._health().num_restarts
         if stats.audit is not None and stats.audit.is_pass:
-            return  # a pass of the audit is no step of any request
+            return  # a pass of the audit is not a step of any request
         self._prompt_tokens.inc(stats.num_prompt_tokens)
         self._prefix_queries.inc(stats.num_prefix_queries)
         self._prefix_hits.inc(stats.num_prefix_hits)
@@ -148,7 +150,7 @@ class StepMetrics:
         if stats.predicted_s is not None:
             self._predicted_s.inc(stats.predicted_s)
             self._plain_s.inc(stats.predicted_s * stats.predicted_speedup)
-            self._predicted_seconds.inc(stats.step_s - stats.policy_s)  # a policy does not foretell its own
+            self._actual_s.inc(stats.step_s - stats.policy_s)  # the prediction excludes the policy's own time
 
     def _on_seconds(self, stats: StepStats) -> None:
         self._steps.inc()
@@ -157,7 +159,7 @@ class StepMetrics:
             self._phase_s(phase).observe(getattr(stats, f"{phase}_s"))
 
     def _bounded(self, expansion: str) -> str:
-        """Return the label of an expansion: clients can ask for any shape, but not for any number of series."""
+        """Return the label of an expansion. Clients can request any shape, but the number of series is bounded."""
         if expansion not in self._expansion_labels:
             if len(self._expansion_labels) >= _MAX_EXPANSION_LABELS:
                 return _OTHER

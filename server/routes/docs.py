@@ -1,6 +1,6 @@
 """GET /docs: Swagger UI over this server's schema, from the files of the package `fastapi-swagger`, without a CDN.
 
-Page and schema need no API key: the page asks for one (Authorize), and sends it with what it asks of the API.
+Page and schema need no API key: the page has a field for one (Authorize), and sends it with its API requests.
 """
 
 from importlib.util import find_spec
@@ -48,7 +48,7 @@ async def page() -> Response:
 
 @router.get("/docs/start.js")
 async def start() -> Response:
-    """Answer with what starts the page."""
+    """Answer with the script that starts the page."""
     return Response(_START, media_type="text/javascript", headers=HEADERS)
 
 

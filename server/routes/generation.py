@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from server.formats.chat import ChatFormat
-from server.formats.common import Form, Format, joined, streamed
+from server.formats.common import AnswerOptions, Format, joined, streamed
 from server.formats.completion import CompletionFormat
 from server.formats.responses import ResponsesFormat
 from server.generation.best_of import best_of
@@ -38,7 +38,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Continue one or several prompts."""
     runtime = runtime_of(request)
     log_request(runtime.settings.log_requests, "/v1/completions", body)
-    form = CompletionFormat(Form.of(body))
+    form = CompletionFormat(AnswerOptions.of(body))
     generate = partial(completion_generation, runtime, body, tenant_of(request, body.user))
     return await unless_gone(request, _response(body, generate, form))
 
@@ -48,7 +48,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answer a conversation."""
     runtime = runtime_of(request)
     log_request(runtime.settings.log_requests, "/v1/chat/completions", body)
-    form = ChatFormat(Form.of(body), bool(body.offered_tools))
+    form = ChatFormat(AnswerOptions.of(body), bool(body.offered_tools))
     generate = partial(chat_generation, runtime, body, tenant_of(request, body.user))
     return await unless_gone(request, _response(body, generate, form))
 
@@ -65,7 +65,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 async def _response(body: GenerationRequest, generate: Generate, form: Format) -> Response:
-    """Return the answer or its stream. Whichever way it goes, the generation is closed."""
+    """Return the answer or its stream. The generation is closed in every case."""
     generation = await generate()
     is_handed_over = False
     try:
@@ -85,7 +85,7 @@ async def _whole(body: GenerationRequest, generation: Generation, form: Format) 
 
 
 async def _stream(body: GenerationRequest, generation: Generation, form: Format) -> Response:
-    """Return the stream once there is something to send: what fails before is a plain HTTP error."""
+    """Return the stream once the first piece exists. An earlier failure is a plain HTTP error."""
     pieces = generation.pieces()
     first = await anext(pieces)
     return EventStream(streamed(first, pieces, form, generation, body.stream_usage), generation.close)

@@ -1,5 +1,5 @@
-"""What the probes say of the engine. Live, healthy and ready are apart: the process serves; the engine has given a sign of life
-lately; and a request would be taken now, which needs both and a tokenizer (Runtime decides).
+"""The report of the probes. Live: the process serves. Healthy: the engine's last heartbeat is recent. Ready: a request would be
+accepted now, which needs both and a tokenizer (see Runtime).
 """
 
 from pydantic import BaseModel
@@ -20,7 +20,7 @@ class HealthReport(BaseModel):
 
 
 def health_report(runtime: Runtime, has_detail: bool) -> HealthReport:
-    """Return where the engine stands now; `has_detail` tells the engine's own words too, which may name paths."""
+    """Return the engine's state. `has_detail` includes the engine's own error text, which may name paths."""
     engine = runtime.engine.health
     is_silent = engine.state is EngineState.READY
     status = "ready" if runtime.is_ready else "healthy" if runtime.is_healthy else "silent" if is_silent else "unavailable"
@@ -34,7 +34,7 @@ def health_report(runtime: Runtime, has_detail: bool) -> HealthReport:
 
 
 def _reason(runtime: Runtime, has_detail: bool) -> str:
-    """Return why no request would be taken now."""
+    """Return why no request would be accepted now."""
     engine = runtime.engine.health
     if engine.state is not EngineState.READY:
         detail = engine.detail if has_detail else ""
@@ -42,5 +42,5 @@ def _reason(runtime: Runtime, has_detail: bool) -> str:
     if runtime.is_healthy:
         return "the server is not ready yet, or shuts down"
     if engine.heartbeat_age_s is None:
-        return "the engine has not said a word yet"
-    return f"the engine has said nothing for {engine.heartbeat_age_s:.1f} s"
+        return "the engine has sent no heartbeat yet"
+    return f"the engine has sent no heartbeat for {engine.heartbeat_age_s:.1f} s"

@@ -1,4 +1,4 @@
-"""For those who run the server: /live, /ready, /health, /load, /metrics, /version."""
+"""Endpoints for operators: /live, /ready, /health, /load, /metrics, /version."""
 
 from importlib.metadata import version
 from typing import Any
@@ -17,7 +17,7 @@ router = APIRouter(tags=["operations"])
 _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 _CLOSED: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 403)}
 _NOT_READY: dict[int | str, dict[str, Any]] = {
-    503: {"model": HealthReport, "description": "The engine is not in that state; the body says in which"}
+    503: {"model": HealthReport, "description": "The engine is not in that state; the body gives the state"}
 }
 
 
@@ -29,21 +29,21 @@ async def live() -> dict[str, str]:
 
 @router.get("/ready", response_model=HealthReport, responses={**_NOT_READY, **_CLOSED})
 async def ready(request: Request) -> Response:
-    """Answer 200 if a request would be taken now; 503 also if the engine is silent, so that a balancer turns elsewhere."""
+    """Answer 200 if a request would be accepted now; 503 also without heartbeats, so that a balancer picks another replica."""
     runtime = runtime_of(request)
     return JSONResponse(health_report(runtime, has_detail=True).model_dump(), 200 if runtime.is_ready else 503)
 
 
 @router.get("/health", response_model=HealthReport, responses={**_NOT_READY})
 async def health(request: Request) -> Response:
-    """Answer 200 if the engine is ready and has given a sign of life lately."""
+    """Answer 200 if the engine is ready and its last heartbeat is recent."""
     runtime = runtime_of(request)
     return JSONResponse(health_report(runtime, has_detail=False).model_dump(), 200 if runtime.is_healthy else 503)
 
 
 @router.get("/load", responses=_CLOSED)
 async def load(request: Request) -> Load:
-    """Answer with the number of requests that are being worked on: what a balancer of replicas compares."""
+    """Answer with the number of open requests, which a load balancer compares between replicas."""
     return Load(server_load=runtime_of(request).metrics.http.num_open)
 
 

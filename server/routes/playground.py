@@ -1,6 +1,6 @@
-"""GET / and the files of its page: the playground, served as it lies in `server/playground`.
+"""GET / and the files of its page: the playground, served from `server/playground`.
 
-They need no API key: the page asks for one, and sends it with what it asks of the API. Nothing is loaded from elsewhere.
+They need no API key: the page has a field for one, and sends it with its API requests. Nothing is loaded from other sites.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Reading JSON bodies without trust: strict UTF-8, no NaN, no deep nesting, no objects wide enough to drown the validator."""
+"""Reads untrusted JSON bodies: strict UTF-8, no NaN, no deep nesting, no objects with so many keys that validation is slow."""
 
 import logging
 import re
@@ -12,20 +12,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from server.http.errors import InvalidRequest, UnsupportedMediaType
-from server.http.unknown_fields import without_foreign
+from server.http.unknown_fields import without_unknown
 from server.schemas.common import MAX_BIASED_TOKENS
 from server.schemas.exact_json import exactly_parsed
 
 log = logging.getLogger(__name__)
 
-# Each unknown key of an object is an error that validation collects; no object of this API has more than a logit_bias.
+# Each unknown key of an object is an error that validation collects. No object of this API has more keys than a logit_bias.
 _MAX_KEYS = MAX_BIASED_TOKENS
-# Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, can have.
+# Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, need.
 _MAX_CONTAINERS = 16384
-_WITH_SCHEMAS = frozenset({"response_format", "structured_outputs", "tools"})  # whose numbers are kept as they are written
-_MAX_WARNED = 256  # names of unknown fields that are logged
+_WITH_SCHEMAS = frozenset({"response_format", "structured_outputs", "tools"})  # decimals in these are not rounded
+_MAX_WARNED = 256  # names of unknown fields that are logged; clients choose them
 IGNORED_HEADER = "X-Ignored-Parameters"
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with an optional end: one pass, whatever the body is
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with an optional end: linear time on any body
 
 
 class StrictRequest(Request):
@@ -41,7 +41,7 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route whose handler gets a StrictRequest, without the unknown fields that the server ignores; the answer names those."""
+    """A route whose handler gets a StrictRequest without the ignored unknown fields. A header of the answer names these."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler."""
@@ -54,9 +54,9 @@ class StrictRoute(APIRoute):
             value = parsed_body(body, request.headers.get("content-type"))
             ignored: list[str] = []
             if isinstance(value, dict) and not request.app.state.runtime.settings.strict:
-                value, ignored = without_foreign(value, known)
+                value, ignored = without_unknown(value, known)
             strict = StrictRequest(request.scope, request.receive, value)
-            strict._body = body  # read already; starlette keeps it under this name
+            strict._body = body  # starlette caches a body that was read under this name
             response = await handle(strict)
             if ignored:
                 response.headers[IGNORED_HEADER] = ", ".join(ignored)
@@ -67,12 +67,12 @@ class StrictRoute(APIRoute):
 
 
 def _fields_of(model: Any) -> frozenset[str]:
-    """Return the names that a request model knows."""
+    """Return the field names and aliases of a request model."""
     return frozenset(name for key, field in model.model_fields.items() for name in (key, field.alias) if name)
 
 
 def _warn_once(names: Iterable[str], warned: set[str]) -> None:
-    """Log each name the first time that it is ignored; the names are the clients', so only so many."""
+    """Log each name the first time that it is ignored, up to a maximum number of names."""
     new = [name for name in names if name not in warned]
     if new and len(warned) < _MAX_WARNED:
         warned.update(new)
@@ -80,7 +80,7 @@ def _warn_once(names: Iterable[str], warned: set[str]) -> None:
 
 
 def parsed_body(body: bytes, content_type: str | None) -> Any:
-    """Return the value that the JSON standard says the body is; raise an ApiError if it is none, or one that is no request."""
+    """Return the value of a JSON body; raise an ApiError if it is not valid JSON or exceeds a limit."""
     if not body:
         raise InvalidRequest("the body is empty")
     if not _is_json(content_type):
@@ -98,16 +98,16 @@ def parsed_body(body: bytes, content_type: str | None) -> Any:
 
 
 def _is_json(content_type: str | None) -> bool:
-    """Return whether a body is declared as JSON: application/json or application/*+json, as FastAPI has it.
+    """Return whether a body is declared as JSON: application/json or application/*+json, as FastAPI checks it.
 
-    A page of another origin can send other types, or none, without asking; these must not be parsed.
+    A page of another origin can send other types, or none, without a CORS preflight; these must not be parsed.
     """
     kind, _, subtype = (content_type or "").partition(";")[0].strip().lower().partition("/")
     return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
 def _num_containers(body: bytes) -> int:
-    """Return how many objects and lists a body opens; strings are left out only where that may matter."""
+    """Return how many objects and lists a body opens. Brackets in strings are excluded only if the raw count is too large."""
     num_opened = body.count(b"[") + body.count(b"{")
     if num_opened <= _MAX_CONTAINERS:
         return num_opened
@@ -122,7 +122,7 @@ def _check_keys(value: Any) -> None:
         item = waiting.pop()
         if isinstance(item, dict) and len(item) > _MAX_KEYS:
             raise InvalidRequest(f"the body has an object of more than {_MAX_KEYS} keys")
-        # Lists are refused at their first wrong item, so only those that begin with an object or a list can hide one.
+        # Validation stops at a list's first wrong item, so only a list that begins with an object or a list is searched.
         begins_with_one = isinstance(item, list) and bool(item) and isinstance(item[0], dict | list)
         inside = item.values() if isinstance(item, dict) else item if begins_with_one else ()
         waiting += [value for value in inside if isinstance(value, dict | list)]

@@ -20,7 +20,7 @@ _bodies = APIRouter(route_class=StrictRoute, tags=["tokenizer"])
 
 @_bodies.post("/tokenize", response_model=TokenizeAnswer, responses=ERRORS)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """Return the tokens of a text or of a conversation, as the generation endpoints would read them."""
+    """Return the tokens of a text or of a conversation, as the generation endpoints encode them."""
     return await unless_gone(request, _tokenized(runtime_of(request), body, _key_of(request)))
 
 

@@ -6,16 +6,16 @@ from pydantic import BaseModel, Field
 
 
 class PromptTokensDetails(BaseModel):
-    """Where the prompt's tokens came from."""
+    """How many of the prompt's tokens were cached."""
 
     cached_tokens: int = 0
 
 
 class CompletionTokensDetails(BaseModel):
-    """What became of a prediction, all choices together.
+    """Acceptance of a prediction, summed over the choices.
 
-    Tokens of it that were drafted and are in the completion, and those that were drafted and are not: these are counted nowhere
-    else.
+    Both count drafted tokens of the prediction. Accepted ones are in the completion. Rejected ones are not, and no other count
+    includes them.
     """
 
     accepted_prediction_tokens: int = 0
@@ -23,7 +23,7 @@ class CompletionTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens of a request, all choices together; a prompt counts once however many samples it gets."""
+    """Tokens of a request, summed over the choices. A prompt counts once, whatever its number of samples."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -33,10 +33,10 @@ class Usage(BaseModel):
 
 
 class SpeculativeDecoding(BaseModel):
-    """What speculation did for the returned tokens.
+    """Acceptance of drafts behind the returned tokens.
 
-    `acceptance_histogram[j]` counts steps of which j drafted tokens were returned: it adds up to `num_spec_steps`, and
-    weighted with j to `num_accepted_draft_tokens`. Drafted tokens of a tree are its nodes.
+    `acceptance_histogram[j]` counts steps of which j drafted tokens were returned. Its sum is `num_spec_steps`; weighted with j,
+    its sum is `num_accepted_draft_tokens`. The drafted tokens of a tree are its nodes.
     """
 
     mean_acceptance_length: float = Field(description="Tokens of a drafting step, the verifier's own included; 1 without drafts.")
@@ -50,7 +50,7 @@ class SpeculativeDecoding(BaseModel):
 
 
 class Metrics(BaseModel):
-    """Numbers of this request."""
+    """Statistics of this request."""
 
     speculative_decoding: SpeculativeDecoding
 
@@ -81,7 +81,7 @@ class ModelCard(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """A token that could have come at a place of the prompt, as vLLM tells of it."""
+    """A possible token at a position of the prompt, in vLLM's format."""
 
     logprob: float
     rank: int = Field(description="1 is the likeliest.")
@@ -101,7 +101,7 @@ class ModelList(BaseModel):
 class Load(BaseModel):
     """Answer to GET /load."""
 
-    server_load: int = Field(description="Requests being worked on, streams included, probes not.")
+    server_load: int = Field(description="Open requests, streams included, probes excluded.")
 
 
 class Version(BaseModel):

@@ -19,7 +19,7 @@ class ChatRequest(TemplateOptions, GenerationRequest):
 
     messages: Messages
     max_completion_tokens: int | None = Field(
-        None, ge=1, le=MAX_INTEGER, description="Wins over max_tokens; default: the room that is left."
+        None, ge=1, le=MAX_INTEGER, description="Overrides max_tokens; default: the room that is left."
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -46,7 +46,7 @@ class ChatRequest(TemplateOptions, GenerationRequest):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the model is shown: none where it must not call any."""
+        """The tools in the prompt: none if the model must not call any."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -116,7 +116,7 @@ class ChatCompletion(BaseModel):
 
 
 class Delta(BaseModel):
-    """What a chunk adds to a message."""
+    """The part of a message in one chunk."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -124,7 +124,7 @@ class Delta(BaseModel):
 
 
 class ChunkChoice(BaseModel):
-    """What a chunk adds to one sample."""
+    """The part of one sample in one chunk."""
 
     index: int
     delta: Delta
@@ -132,7 +132,7 @@ class ChunkChoice(BaseModel):
     finish_reason: ChatFinish | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
-    speculative_trace: StepTrace | None = Field(None, description="With speculative.trace: the step that said this.")
+    speculative_trace: StepTrace | None = Field(None, description="With speculative.trace: the step that produced this text.")
 
 
 class ChatChunk(BaseModel):

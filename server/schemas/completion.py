@@ -22,12 +22,14 @@ class CompletionRequest(GenerationRequest):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     ) = Field(description="One prompt or several, each text or token ids.")
-    add_special_tokens: bool | None = Field(None, description="What the model expects around a text prompt; default true.")
+    add_special_tokens: bool | None = Field(
+        None, description="Add the special tokens that the model expects around a text prompt; default true."
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(
-        None, ge=1, le=MAX_CHOICES, description="Texts to generate; the n of the highest log-probability a token are returned."
+        None, ge=1, le=MAX_CHOICES, description="Texts to generate; the n with the highest mean log-probability are returned."
     )
-    echo: bool | None = Field(None, description="The prompt comes before the text, in logprobs too.")
+    echo: bool | None = Field(None, description="Return the prompt before the text, in logprobs too.")
     max_tokens: int | None = Field(
         None, ge=0, le=MAX_INTEGER, description="Default 16. 0 beside echo: the prompt alone is returned, with its logprobs."
     )
@@ -49,7 +51,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts as a list, whichever of the four forms they came in."""
+        """The prompts as a list, for each of the four forms."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         is_token_ids = isinstance(self.prompt[0], int)
@@ -62,12 +64,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_sampled_logprobs(self) -> int | None:
-        """Alternatives to each token that the engine is asked for; those of the tokens themselves say which text is best."""
+        """Alternatives to each token that are requested from the engine. best_of needs the tokens' own log-probabilities."""
         return 0 if self.logprobs is None and self.num_samples > self.num_answers else self.logprobs
 
     @property
     def gives_prompt_back(self) -> bool:
-        """Whether the prompt comes before each text."""
+        """Whether the prompt is returned before each text."""
         return bool(self.echo)
 
     @property
@@ -77,7 +79,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionLogprobs(BaseModel):
-    """Four lists of one length, an entry a token."""
+    """Four lists of equal length, with an entry for each token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -86,7 +88,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One sample, or in a stream what a chunk adds to it."""
+    """One sample, or in a stream the part of it in one chunk."""
 
     index: int
     text: str
@@ -96,7 +98,9 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    speculative_trace: StepTrace | None = Field(None, description="In a stream with speculative.trace: the step that said this.")
+    speculative_trace: StepTrace | None = Field(
+        None, description="In a stream with speculative.trace: the step that produced this text."
+    )
 
 
 class Completion(BaseModel):

@@ -1,4 +1,4 @@
-"""JSON whose decimals are kept as they are written, for schemas: a float would round them before a grammar is made of them."""
+"""JSON that keeps decimals as written, for schemas: a float would round them before the schema becomes a grammar."""
 
 import json
 from decimal import Decimal, InvalidOperation
@@ -8,7 +8,7 @@ from pydantic_core import from_json
 
 
 class WrittenFloat(float):
-    """A float that is not the number as it is written; `written` is."""
+    """A float that rounds the number in the JSON text; `written` is the exact text."""
 
     __slots__ = ("written",)
 
@@ -16,13 +16,13 @@ class WrittenFloat(float):
 
 
 def exactly_parsed(text: str | bytes) -> Any:
-    """Return what JSON text says, with a WrittenFloat for each decimal that a float rounds. Raises ValueError."""
+    """Return the value of JSON text, with a WrittenFloat for each decimal that a float rounds. Raises ValueError."""
     from_json(text, allow_inf_nan=False)  # the stricter of the two: on encodings, constants and depth
     return json.loads(text if isinstance(text, str) else text.decode(), parse_float=_float)
 
 
 def exactly_dumped(value: Any) -> str:
-    """Return compact JSON text of what `exactly_parsed` returned."""
+    """Return compact JSON text of a value of `exactly_parsed`."""
     if isinstance(value, dict):
         return f"{{{','.join(f'{_dumped(key)}:{exactly_dumped(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
@@ -31,7 +31,7 @@ def exactly_dumped(value: Any) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Return the same without decimals as they are written, for libraries that know only floats."""
+    """Return the value with plain floats, for libraries that know no WrittenFloat."""
     return json.loads(json.dumps(value))
 
 

@@ -1,4 +1,4 @@
-"""Conversations, and how a chat template makes one prompt of them."""
+"""Conversations, and the options with which a chat template renders them."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
@@ -14,7 +14,7 @@ MAX_MESSAGES = 2048
 
 
 class Message(Strict):
-    """One message. What an assistant's message carries beside its text and calls is accepted where it is empty."""
+    """One message. Fields of an assistant's message other than text and calls are accepted if they are empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | TextParts | None = Field(None, description="Required, unless an assistant calls tools.")
@@ -30,7 +30,7 @@ class Message(Strict):
 
     @property
     def misfit(self) -> tuple[str, str] | None:
-        """The field that does not go with the role, and what is wrong with it."""
+        """The field that does not fit the role, and the reason."""
         if self.tool_calls and self.role != "assistant":
             return "tool_calls", "only an assistant calls tools"
         if self.content is None and not self.tool_calls:
@@ -42,7 +42,7 @@ class Message(Strict):
         return None
 
     def to_template(self) -> dict[str, Any]:
-        """Return what a chat template reads: `developer` is the newer name of `system`, parts are lines, nothing is null."""
+        """Return the message for a chat template: `developer` becomes `system`, parts become lines, no field is null."""
         content = self.content if not isinstance(self.content, list) else "\n".join(part.text for part in self.content)
         calls = [call.to_template() for call in self.tool_calls or ()]
         return {
@@ -65,19 +65,20 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 
 
 def templated(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return what a chat template reads of a conversation."""
+    """Return a conversation for a chat template."""
     return [message.to_template() for message in messages]
 
 
 class TemplateOptions(Strict):
-    """How a conversation becomes a prompt. The template is the model's own."""
+    """How a conversation becomes a prompt. The template is always the model's own."""
 
     add_generation_prompt: bool | None = Field(
-        None, description="End where the assistant speaks; default true, unless the last message is continued."
+        None, description="End where the assistant's text begins; default true, unless the last message is continued."
     )
-    continue_final_message: bool | None = Field(None, description="End inside the last message, which the answer goes on with.")
+    continue_final_message: bool | None = Field(None, description="End inside the last message, which the answer continues.")
     add_special_tokens: bool | None = Field(
-        None, description="The tokens that the model expects around a text; a chat template writes its own: default false there."
+        None,
+        description="Add the special tokens that the model expects around a text; default false with messages.",
     )
     tools: Tools | None = Field(None, description="Functions that the model may call, as the chat template shows them.")
     chat_template: Annotated[object, Neutral()] = None

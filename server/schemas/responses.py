@@ -1,4 +1,4 @@
-"""Request and answer of POST /v1/responses: OpenAI's newer API, as far as it is text from a conversation. Nothing is stored."""
+"""Request and answer of POST /v1/responses: OpenAI's newer API, for text from a conversation. Nothing is stored."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -13,7 +13,7 @@ from server.schemas.strict import MAX_INTEGER, Name, Neutral, Strict, misfit
 
 
 class InputText(Strict):
-    """A part of a text, of the client's or of an earlier answer."""
+    """A part of a text from the client or from an earlier answer."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -22,7 +22,7 @@ class InputText(Strict):
 
 
 class InputMessage(Strict):
-    """One message of the conversation; an item of an earlier answer's `output` is one too."""
+    """One message of the conversation, or an item of an earlier answer's `output`."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -52,7 +52,7 @@ class ResponsesRequest(Strict):
     cache_salt: CacheSalt | None = None
     metadata: dict[Name, Name] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
     speculative: SpeculativeOptions | None = None
-    timeout_s: float | None = Field(None, gt=0, description="Seconds after which the request ends with an error, done or not.")
+    timeout_s: float | None = Field(None, gt=0, description="Seconds after which an unfinished request ends with an error.")
     store: bool | None = Field(None, description="Accepted; nothing is stored.")
     parallel_tool_calls: bool | None = Field(None, description="Accepted; there are no tools.")
     truncation: Annotated[object, Neutral("disabled")] = None
@@ -71,21 +71,21 @@ class ResponsesRequest(Strict):
     max_tool_calls: Annotated[object, Neutral()] = None
 
     @model_validator(mode="after")
-    def _tells_of_no_steps(self) -> Self:
+    def _is_not_traced(self) -> Self:
         if self.speculative is not None and self.speculative.trace:
-            raise misfit("speculative.trace", "steps are told only in streams of completions and chat completions")
+            raise misfit("speculative.trace", "trace is accepted only in streams of completions and chat completions")
         return self
 
     def to_chat(self) -> ChatRequest:
-        """Return the same as a chat."""
+        """Return the request as a chat request."""
         text = self.input
-        told = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        spoken = [{"role": "user", "content": text}] if isinstance(text, str) else [one.to_message() for one in text]
+        instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else [item.to_message() for item in text]
         same = ("model", "temperature", "top_p", "stream", "user", "cache_salt", "speculative", "timeout_s")
         fields = {name: getattr(self, name) for name in same}
         fields["stream_options"] = {"include_usage": True} if self.stream else None  # the last event has it
         return ChatRequest.model_validate(
-            {**fields, "messages": [*told, *spoken], "max_completion_tokens": self.max_output_tokens}
+            {**fields, "messages": [*instructions, *messages], "max_completion_tokens": self.max_output_tokens}
         )
 
 

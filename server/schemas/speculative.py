@@ -1,4 +1,4 @@
-"""A request's wishes about speculation, and which of them cannot be honoured together."""
+"""A request's options of speculation, and which combinations are refused."""
 
 from typing import Self
 
@@ -11,22 +11,22 @@ from server.schemas.strict import MAX_INTEGER, Strict, misfit
 
 
 class SpeculativeOptions(Strict):
-    """A request's wishes about speculation. They change speed, never the law of the text."""
+    """A request's options of speculation. They change the speed, never the distribution of the text."""
 
-    enabled: bool = Field(True, description="False decodes one token a step.")
+    enabled: bool = Field(True, description="False: one token per step.")
     verifier: VerifierName | None = Field(None, description="Rule that accepts drafted tokens; null: the server's.")
     tree: TreeName | None = Field(None, description="Which tree; null: a delayed one if its shape is given, else the server's.")
     trunk: int | None = Field(None, ge=0, le=64, description="Tokens drafted before a delayed tree branches.")
     branches: int | None = Field(None, ge=1, le=16, description="Paths below a delayed tree's trunk; else children a node.")
     depth: int | None = Field(None, ge=0, le=64, description="Tokens of each path below the trunk; levels of the other trees.")
     max_nodes: int | None = Field(None, ge=1, le=MAX_INTEGER, description="Most drafted tokens of a tree.")
-    trace: bool = Field(False, description="A stream tells of every step: the drafted tree, probabilities, what was accepted.")
+    trace: bool = Field(False, description="A stream describes every step: the drafted tree, probabilities, accepted nodes.")
 
     @model_validator(mode="after")
-    def _has_one_wish(self) -> Self:
-        wishes = (self.verifier, self.tree, self.trunk, self.branches, self.depth, self.max_nodes)
-        if not self.enabled and any(wish is not None for wish in wishes):
-            raise misfit("speculative", "enabled is false, so no other wish about speculation can be honoured")
+    def _options_fit_together(self) -> Self:
+        others = (self.verifier, self.tree, self.trunk, self.branches, self.depth, self.max_nodes)
+        if not self.enabled and any(option is not None for option in others):
+            raise misfit("speculative", "enabled is false, so no other option of speculation is accepted")
         if not self._has_own_shape and (self.branches or 1) > 1 and not self.depth:
             raise misfit("speculative.depth", "branches without depth draft nothing: more than one needs a depth of at least 1")
         if self._has_own_shape and self.trunk:
@@ -50,7 +50,7 @@ class SpeculativeOptions(Strict):
 
     @property
     def expansion(self) -> Expansion | None:
-        """The tree if any of it was given. What was not: no trunk, one branch, no depth; a tree named alone gets a usual size."""
+        """The tree, None if no part of it was given. Defaults: no trunk, one branch, no depth; a name alone: default size."""
         if self._has_own_shape:
             assert self.tree is not None
             branches, depth = self.branches or DEFAULT_BRANCHES, self.depth or DEFAULT_DEPTH

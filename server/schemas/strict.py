@@ -1,7 +1,7 @@
-"""What every request model is built on: strictness, and how a field that is not honoured is refused.
+"""The base of every request model: strict validation, and the refusal of unsupported fields.
 
 Every model is strict and forbids unknown fields. A field of the OpenAI API that this server does not implement is declared
-as `Neutral`: its neutral values change nothing and are accepted, anything else is an error that names the field.
+as `Neutral`: its neutral values change nothing and are accepted. Any other value is an error that names the field.
 """
 
 import json
@@ -13,14 +13,14 @@ from pydantic_core.core_schema import no_info_after_validator_function
 
 MAX_NAME_CHARS = 1024
 MAX_DESCRIPTION_CHARS = 1 << 14
-MAX_INTEGER = 2**31 - 1  # of any count or id; what the engine is sent must fit in 64 bits
+MAX_INTEGER = 2**31 - 1  # of any count or id, so that sums in the engine fit in 64 bits
 
-Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARS)]  # of a model, a user, a call: whatever is no text
+Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARS)]  # of a model, a user, a call
 Description = Annotated[str, StringConstraints(max_length=MAX_DESCRIPTION_CHARS)]
 
 
 class Neutral:
-    """Marks a field that is accepted only where it changes nothing: null, or one of `values`. True is not 1 here."""
+    """Marks a field that is accepted only with a value that changes nothing: null, or one of `values`. True is not 1 here."""
 
     def __init__(self, *values: object) -> None:
         self._values = (None, *values)
@@ -40,7 +40,7 @@ class Neutral:
 
 
 def misfit(param: str, reason: str) -> PydanticCustomError:
-    """Return the error of a field that is valid alone but not beside the others."""
+    """Return the error of a field that is valid by itself but not with the other fields."""
     return PydanticCustomError("misfit", "{reason}", {"reason": reason, "param": param})
 
 

@@ -1,4 +1,4 @@
-"""What a text is to match, in OpenAI's words (`response_format`) and in vLLM's (`structured_outputs`), as one grammar."""
+"""Constraints of a text, in OpenAI's format (`response_format`) and in vLLM's (`structured_outputs`), as one grammar."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -15,7 +15,7 @@ _Schema = dict[str, Any]
 
 
 def _parsed(schema: _Schema | str) -> _Schema:
-    """Return a schema that may have come as its JSON text; raise ValueError for another text, or wishes that are none."""
+    """Return a schema that may be given as JSON text; raise ValueError for any other text, and for an invalid x-guidance."""
     value = exactly_parsed(schema) if isinstance(schema, str) else schema
     if not isinstance(value, dict):
         raise ValueError("must be a schema or the JSON text of one, an object")
@@ -25,16 +25,16 @@ def _parsed(schema: _Schema | str) -> _Schema:
 
 
 class JsonSchema(Strict):
-    """A named schema. It is always kept, whatever `strict` says."""
+    """A named schema. It is always enforced, whatever the value of `strict`."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: Description | None = None
     schema_: _Schema = Field(alias="schema")
-    strict: bool | None = Field(None, description="Accepted; every schema is kept to the letter.")
+    strict: bool | None = Field(None, description="Accepted; every schema is enforced.")
 
 
 class ResponseFormat(Strict):
-    """What the answer is: any text, any JSON object, or JSON of a schema."""
+    """The format of the answer: any text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -47,14 +47,14 @@ class ResponseFormat(Strict):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What a text must match; None for anything."""
+        """The grammar that a text must match; None for any text."""
         if self.json_schema is not None:
             return Grammar(GrammarKind.JSON_SCHEMA, exactly_dumped(self.json_schema.schema_))
         return Grammar(GrammarKind.JSON_OBJECT) if self.type == "json_object" else None
 
 
 class StructuredOutputs(Strict):
-    """One constraint on the text, and for JSON what may stand between its parts."""
+    """One constraint on the text, and for JSON the whitespace between its parts."""
 
     json_: Annotated[_Schema | _GrammarText, AfterValidator(_parsed)] | None = Field(
         None, alias="json", description="A JSON schema, or its text."
@@ -64,10 +64,10 @@ class StructuredOutputs(Strict):
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_STRINGS, fail_fast=True)] | None = None
     grammar_: _GrammarText | None = Field(None, alias="grammar", description="A grammar in llguidance's Lark, or GBNF.")
     disable_any_whitespace: bool | None = Field(
-        None, description="No whitespace between the parts of JSON; default: none, a space, or a line's end and an indent."
+        None, description="No whitespace between the parts of JSON; default: none, a space, or a line break with an indent."
     )
     whitespace_pattern: _GrammarText | None = Field(
-        None, description="A regular expression of that whitespace instead; [ \\t\\n\\r]+ leaves it free."
+        None, description="A regular expression for that whitespace; [ \\t\\n\\r]+ allows any."
     )
 
     @model_validator(mode="after")
@@ -83,7 +83,7 @@ class StructuredOutputs(Strict):
 
     @property
     def grammar(self) -> Grammar:
-        """What a text must match."""
+        """The grammar that a text must match."""
         if self.regex is not None:
             return Grammar(GrammarKind.REGEX, self.regex)
         if self.choice is not None:
@@ -94,7 +94,7 @@ class StructuredOutputs(Strict):
         return Grammar(GrammarKind.JSON_SCHEMA, exactly_dumped(schema | self._options(schema)))
 
     def _options(self, schema: _Schema) -> _Schema:
-        """Return what the library is told of whitespace, as it is told: inside the schema."""
+        """Return the library's whitespace options, which are part of the schema."""
         options: _Schema = {}
         if self.disable_any_whitespace:
             options["whitespace_flexible"] = False

@@ -1,4 +1,4 @@
-"""Functions that a model may call, which of them it should, and calls of earlier turns (the OpenAI format)."""
+"""Functions that a model may call, the tool choice, and calls of earlier turns (the OpenAI format)."""
 
 import json
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from server.schemas.strict import MAX_INTEGER, Description, Name, Strict, misfit
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
 MAX_SCHEMA_BYTES = 1 << 16  # of one function
-_MAX_NAME = 256  # of a call of an earlier turn, whoever made it
+_MAX_NAME = 256  # of a call of an earlier turn, from any server
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
-# The versions of JSON schema; any other URI would be looked for in the network.
+# The versions of JSON schema; the library would fetch any other URI from the network.
 _DIALECTS = {
     *(f"https://json-schema.org/draft/{version}/schema" for version in ("2020-12", "2019-09")),
     *(f"http://json-schema.org/draft-{version}/schema" for version in ("07", "06", "04")),
@@ -24,12 +24,12 @@ _DIALECTS = {
 
 
 def _schema_of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON schema of an object's fields; any text but an object is no arguments."""
+    """Check a JSON schema of arguments, which must be an object."""
     if len(json.dumps(schema)) > MAX_SCHEMA_BYTES:
         raise ValueError(f"a schema has at most {MAX_SCHEMA_BYTES} bytes")
     dialect = schema.get("$schema")
     if dialect is not None and str(dialect).removesuffix("#") not in _DIALECTS:
-        raise ValueError("$schema names no version of JSON schema that is known here")
+        raise ValueError("$schema names no supported version of JSON schema")
     try:
         jsonschema_rs.meta.validate(rounded(schema))
     except jsonschema_rs.ValidationError as error:
@@ -41,12 +41,12 @@ def _schema_of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class FunctionDefinition(Strict):
-    """A function: `parameters` is the JSON schema of its arguments; left out, it has none."""
+    """A function: `parameters` is the JSON schema of its arguments; without it, the function has no arguments."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: Description | None = None
     parameters: Annotated[dict[str, Any], AfterValidator(_schema_of_an_object)] | None = None
-    strict: bool | None = Field(None, description="Calls match `parameters` also where the model decides whether to call.")
+    strict: bool | None = Field(None, description="Calls match `parameters` even if the model decides whether to call.")
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
@@ -55,13 +55,13 @@ class FunctionDefinition(Strict):
 
 
 class Tool(Strict):
-    """What a model may use; functions are the only kind."""
+    """A tool; functions are the only type."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
     def to_template(self) -> dict[str, Any]:
-        """Return what a chat template reads (transformers' form); `strict` is between client and server."""
+        """Return the tool for a chat template (transformers' format), without `strict`, which only the server uses."""
         function = self.function
         described = {} if function.description is None else {"description": function.description}
         return {"type": "function", "function": {"name": function.name, **described, "parameters": function.schema_of_arguments}}
@@ -79,12 +79,12 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), After
 
 
 def templated_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
-    """Return what a chat template reads of functions."""
+    """Return functions for a chat template."""
     return [tool.to_template() for tool in tools or ()]
 
 
 class FunctionName(Strict):
-    """A function by its name."""
+    """The name of a function."""
 
     name: Name
 
@@ -100,15 +100,15 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class FunctionCall(Strict):
-    """What was called, with arguments as JSON text."""
+    """The called function, with arguments as JSON text."""
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=_MAX_NAME)]
     arguments: str
-    parsed_arguments: object = Field(None, description="What the openai client's helpers read from the text; changes nothing.")
+    parsed_arguments: object = Field(None, description="Set by the openai client's helpers; changes nothing.")
 
 
 class ToolCall(Strict):
-    """A call that an assistant's message made."""
+    """A call in an assistant's message."""
 
     id: Name
     type: Literal["function"]
@@ -116,7 +116,7 @@ class ToolCall(Strict):
     index: int | None = Field(None, ge=0, le=MAX_INTEGER, description="Of a streamed call; changes nothing.")
 
     def to_template(self) -> dict[str, Any]:
-        """Return what a chat template reads: the arguments as an object, or as the text they are if they are no JSON object."""
+        """Return the call for a chat template: the arguments as an object, or as text if they are not a JSON object."""
         return {
             "id": self.id,
             "type": "function",
@@ -133,10 +133,10 @@ def _object_of(arguments: str) -> object:
 
 
 class AnswerFunction(BaseModel):
-    """What is called."""
+    """The function of a call."""
 
     name: str
-    arguments: str = Field(description="JSON as the model wrote it; no JSON where it was cut off, or wrote none.")
+    arguments: str = Field(description="JSON as the model wrote it; invalid if the text was cut off or the model made a mistake.")
 
 
 class AnswerCall(BaseModel):
@@ -148,14 +148,14 @@ class AnswerCall(BaseModel):
 
 
 class FunctionDelta(BaseModel):
-    """What a chunk adds to what is called."""
+    """The part of a function call in one chunk."""
 
     name: str | None = None
     arguments: str
 
 
 class CallDelta(BaseModel):
-    """What a chunk adds to call `index` of a message; id, type and name come with the first."""
+    """The part of call `index` of a message in one chunk; the first chunk of a call has id, type and name."""
 
     index: int
     id: str | None = None

@@ -1,4 +1,4 @@
-"""What a chunk of a traced request's stream tells of its step, and what a page of recorded steps is drawn from."""
+"""The trace of a step: in the chunks of a traced request's stream, and in the page of recorded steps."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ class TracedToken(BaseModel):
     token_id: int
     text: str = Field(description="U+FFFD where its bytes are no UTF-8 by themselves.")
     bytes: list[int] | None = Field(None, description="Its bytes, where they are no UTF-8 by themselves.")
-    target_prob: float | None = Field(None, description="By the law that the request draws it from; none of a root.")
+    target_prob: float | None = Field(None, description="In the distribution that the request samples from; none for a root.")
 
 
 class TracedNode(TracedToken):
@@ -22,8 +22,8 @@ class TracedNode(TracedToken):
     parent: int | None = Field(description="A place in the list of nodes.")
     depth: int
     part: Part = Field(
-        description="What drafted it: a model, before the tree forks (trunk) or behind (branch), text said before (cached), or "
-        "the request's prediction."
+        description="Its source: a model, before the tree forks (trunk) or after (branch), earlier text (cached), or the "
+        "request's prediction."
     )
     num_draws: int = Field(description="How often it was drawn; two equal draws are one node.")
     draft_prob: float | None = None
@@ -31,17 +31,19 @@ class TracedNode(TracedToken):
 
 
 class StepTrace(BaseModel):
-    """One step of one sample. Probabilities are those after the request's parameters; at temperature 0, of temperature 1."""
+    """One step of one sample. Probabilities include the request's parameters; at temperature 0 they are of temperature 1."""
 
-    step: int = Field(description="The engine's number of the step; other requests may have had a part in it.")
+    step: int = Field(description="The engine's number of the step, which may include other requests.")
     position: int = Field(description="Absolute position of the root.")
     verifier: str
-    expansion: str = Field(description="The tree that was to be grown, as settings write it.")
-    reason: str = Field(description="Why the policy chose as it did for the batch; a tree that a request names is grown anyway.")
+    expansion: str = Field(description="The planned tree, in the notation of the settings.")
+    reason: str = Field(
+        description="The reason of the policy's choice for the batch; a tree that a request names is used anyway."
+    )
     nodes: list[TracedNode]
-    extra: TracedToken | None = Field(description="The token behind the accepted path; none of a step that failed.")
+    extra: TracedToken | None = Field(description="The token after the accepted path; null if the step failed.")
     num_emitted: int = Field(description="Tokens of the accepted path and the extra one that are part of the text.")
     finish: str | None = None
-    expected_tokens: float | None = Field(None, description="Mean of tokens that this tree brings, over the verifier's draws.")
+    expected_tokens: float | None = Field(None, description="Mean number of tokens of this tree, over the verifier's draws.")
     step_s: float
     stage_s: dict[str, float]

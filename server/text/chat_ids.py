@@ -7,6 +7,6 @@ if TYPE_CHECKING:
 
 
 def chat_ids(tokenizer: "PreTrainedTokenizerBase", message: str) -> tuple[int, ...]:
-    """Return the ids of a conversation of one user message, up to where the assistant speaks."""
+    """Return the ids of a conversation of one user message, up to where the assistant's text begins."""
     chat = [{"role": "user", "content": message}]
     return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))

@@ -1,9 +1,9 @@
-"""Messages that cannot forge special tokens: what users write stays text, what the template writes is control.
+"""Prevents messages from forging special tokens: the text of messages stays text, only the template writes control tokens.
 
-A chat template is text around text, so a message that spells out `<|im_end|>` would end itself. Such spellings are masked
-before the template is rendered and put back where only text is encoded. Messages without any are encoded as transformers does it:
-then the ids are those of `apply_chat_template`. So are tokens that the tokenizer has added but does not mark as special
-(`<tool_call>` of Qwen, line breaks of Gemma): a message may contain them. What tools and calls say is masked as contents are.
+A chat template inserts text into text, so a message that spells out `<|im_end|>` would end itself. Such spellings are masked
+before the template is rendered. They are restored where text is encoded without special tokens. Messages without such spellings
+are encoded as transformers does it: the ids are those of `apply_chat_template`. A message may contain added tokens that are not
+marked as special (`<tool_call>` of Qwen, line breaks of Gemma). Strings of tools and calls are masked like contents.
 """
 
 import re
@@ -11,11 +11,11 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from server.text.control_tokens import ControlFinder, Part
+from server.text.control_tokens import ControlFinder, TextSegment
 
 
 class ControlMask:
-    """Hides the control tokens that messages, or tools, spell out, for one conversation."""
+    """Masks the control tokens that the messages or tools of one conversation spell out."""
 
     def __init__(self, given: Sequence[Mapping[str, Any]], finder: ControlFinder) -> None:
         self._finder = finder
@@ -38,13 +38,13 @@ class ControlMask:
     def _masked_text(self, text: str) -> str:
         return "".join(map(self._stand_in, self._finder.parts(text)))
 
-    def _stand_in(self, part: Part) -> str:
+    def _stand_in(self, part: TextSegment) -> str:
         return f"{self._mark}{self._number[part.text]};" if part.is_control else part.text
 
-    def parts(self, rendered: str) -> list[Part]:
+    def parts(self, rendered: str) -> list[TextSegment]:
         """Return the parts of the rendered masked messages, the stand-ins undone."""
         parts = self._finder.parts(rendered)
-        return [part if part.is_control else Part(self._unmasked(part.text), False) for part in parts]
+        return [part if part.is_control else TextSegment(self._unmasked(part.text), False) for part in parts]
 
     def _unmasked(self, text: str) -> str:
         return re.sub(f"{re.escape(self._mark)}([0-9]+);", lambda match: self._found[int(match[1])], text)
@@ -75,9 +75,9 @@ def with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def unused_mark(texts: Iterable[str]) -> str:
-    """Return a beginning of stand-ins that is in no text; drawn, so that no message can be written to make the search long.
+    """Return a prefix of stand-ins that is in no text. It is random, so that no message can make the search long.
 
-    It begins and ends with characters of private use, which no template writes.
+    It begins and ends with private-use characters, which no template writes.
     """
     texts = list(texts)
     while True:

@@ -1,6 +1,6 @@
 """Between text and token ids: prompts, chat templates, and the strings of single tokens.
 
-Knows the tokenizer of the served model. Does not know requests, engines or HTTP; what a client did wrong is a TextError.
+Knows the tokenizer of the served model. Does not know requests, engines or HTTP. A client's mistake is a TextError.
 """
 
 import logging
@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from engine.utils.progress_bar import quiet_libraries
 from engine.weights import pretrained
 from server.text.chat_text import ControlMask, strings_of, unused_mark
-from server.text.control_tokens import ControlFinder, Part
+from server.text.control_tokens import ControlFinder, TextSegment
 from server.text.detokenizer import Detokenizer
 from server.text.tokenizer_info import tokenizer_info
 from server.text.tokenizer_thread import TokenizerThread
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     special_tokens_map: Mapping[str, Any]
 
     def encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]:
-        """Return the ids of `text`; special tokens that it spells out are text if they are to be split."""
+        """Return the ids of `text`; with `split_special_tokens`, special tokens that it spells out are encoded as text."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
@@ -71,9 +71,9 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """How a conversation becomes a prompt: it ends where the assistant speaks, behind the last message, or inside it.
+    """How a conversation becomes a prompt: it ends where the assistant's text begins, after the last message, or inside it.
 
-    `adds_special_tokens` puts around it what the model expects around a bare text; most templates have written that already.
+    `adds_special_tokens` adds the special tokens that the model expects around a bare text. Most templates write them themselves.
     """
 
     opens_answer: bool = True
@@ -85,7 +85,7 @@ class ChatForm:
 class TokenText:
     """One token on its own: its text (U+FFFD where its bytes are no UTF-8) and its bytes.
 
-    `name` stands for it in log-probabilities where a client wants tokens told apart that spell the same.
+    `name` replaces the text in log-probabilities if the client wants distinct names for tokens of the same spelling.
     """
 
     text: str
@@ -94,7 +94,7 @@ class TokenText:
 
 
 class TextCodec:
-    """Owns a tokenizer and the thread on which `encode` and `encode_chat` are to be run."""
+    """Owns a tokenizer and the thread that must run `encode` and `encode_chat`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +120,7 @@ class TextCodec:
         return tuple(self._tokenizer.encode(text, add_special_tokens=True))
 
     def encode_more(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text that goes on after others, with nothing around it."""
+        """Return the ids of a text that follows others, without special tokens around it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_chat(self, messages: Messages, form: ChatForm = ChatForm(), tools: Tools = ()) -> tuple[int, ...]:
@@ -135,13 +135,13 @@ class TextCodec:
         return (*before, *ids, *after)
 
     def rendered(self, messages: Messages, tools: Tools = ()) -> str:
-        """Return what the chat template makes of a conversation that may go on. Raises TextError with the template's reason."""
+        """Return a conversation rendered by the chat template, with no prompt for an answer. Raises TextError with its reason."""
         return self._from_template(list(map(dict, messages)), list(map(dict, tools)), False)
 
     def _rendered(self, conversation: list[dict[str, Any]], form: ChatForm, tools: list[dict[str, Any]]) -> str:
         if not form.continues_last:
             return self._from_template(conversation, tools, form.opens_answer)
-        # The template may write anything behind the last message, also its own words once more: a mark says where it ends.
+        # The template may write any text after the last message, even the message again: a mark shows where it ends.
         mark = unused_mark(strings_of([*conversation, *tools]))
         *earlier, last = conversation
         if "content" not in last or "tool_calls" in last:
@@ -158,44 +158,44 @@ class TextCodec:
             return self._tokenizer.apply_chat_template(
                 conversation, tools or None, add_generation_prompt=opens_answer, tokenize=False
             )
-        except (TemplateError, TypeError, ValueError) as error:  # the latter two of what a template does with a value
+        except (TemplateError, TypeError, ValueError) as error:  # operations in a template raise the latter two
             raise TextError(f"the model's chat template refuses these messages: {error}") from error
 
-    def _part_ids(self, part: Part) -> list[int]:
+    def _part_ids(self, part: TextSegment) -> list[int]:
         if part.is_control:
             return [self._controls[part.text]]
         return self._tokenizer.encode(part.text, add_special_tokens=False, split_special_tokens=True)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the tokenizer's own spelling of each token; that of an id that is none is empty."""
+        """Return the tokenizer's own spelling of each token; an id that is no token has an empty one."""
         return [self._tokenizer.convert_ids_to_tokens(i) or "" for i in token_ids]
 
     def decode(self, token_ids: Sequence[int], skips_special: bool = True) -> str:
-        """Return the text of all ids at once; special tokens are left out or spelled out, ids that are no tokens have no text."""
+        """Return the text of all ids at once. Special tokens are left out or spelled out. Ids that are no tokens have no text."""
         kept = self._text_ids if skips_special else self._ids
         return self._decode([i for i in token_ids if i in kept])
 
     def detokenizer(self, skips_special: bool = True, kept: Iterable[str] = ()) -> Detokenizer:
-        """Return a fresh detokenizer whose pieces add up to what `decode` gives, and have the special tokens that are `kept`."""
+        """Return a new detokenizer. Its pieces add up to the result of `decode`, plus the special tokens that are `kept`."""
         text_ids = self._text_ids if skips_special else self._ids
         kept_ids = {self._controls[token] for token in kept if token in self._controls}
         return Detokenizer(self._decode, text_ids | kept_ids if kept_ids else text_ids, self._byte_ids.keys())
 
     def token_text(self, token_id: int) -> TokenText:
-        """Return the text and bytes of one token as it stands inside a text; special tokens are spelled out."""
+        """Return the text and bytes of one token inside a text; special tokens are spelled out."""
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self._find_token_text(token_id)
         return self._token_texts[token_id]
 
     def named_token_text(self, token_id: int) -> TokenText:
-        """Return the same with a name that no other token has."""
+        """Return the text and bytes of one token, with a name that no other token has."""
         return replace(self.token_text(token_id), name=f"token_id:{token_id}")
 
     def _find_token_text(self, token_id: int) -> TokenText:
         if token_id in self._byte_ids:
             raw = bytes([self._byte_ids[token_id]])
             return TokenText(raw.decode("utf-8", "replace"), raw)
-        # Some decoders strip a leading space from whatever they are given; behind the anchor a token keeps its own.
+        # Some decoders strip a leading space from their input. After the anchor token, the token keeps its own space.
         text = self._decode([*self._anchor, token_id])[len(self._decode(self._anchor)) :]
         if _REPLACEMENT in text:
             return TokenText(text, _byte_level_bytes(self._tokenizer.convert_ids_to_tokens(token_id) or "") or text.encode())
@@ -213,14 +213,14 @@ _BYTE_LEVEL = _byte_level_table()
 
 
 def _byte_level_bytes(token: str) -> bytes | None:
-    """Return the bytes that a byte-level token stands for; None if it is not spelled that way."""
+    """Return the bytes that a byte-level token encodes; None if it is not spelled that way."""
     if all(char in _BYTE_LEVEL for char in token):
         return bytes(_BYTE_LEVEL[char] for char in token)
     return None
 
 
 def _longest_bytes(vocab: Iterable[str]) -> int:
-    """Return the bytes of text that the longest token can stand for, at most."""
+    """Return the bytes of text that the longest token can represent, at most."""
     byte_level = [_byte_level_bytes(token) for token in vocab]
     num_odd = sum(raw is None for raw in byte_level)  # added tokens may be spelled as they are
     if num_odd * 2 < len(byte_level):
@@ -229,12 +229,12 @@ def _longest_bytes(vocab: Iterable[str]) -> int:
 
 
 def _around(bare: list[int], whole: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return what a tokenizer puts before and after a text whose ids are `bare`."""
+    """Return the ids that a tokenizer adds before and after a text whose ids are `bare`."""
     at = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
     return tuple(whole[:at]), tuple(whole[at + len(bare) :])
 
 
 def load_tokenizer(folder: str) -> Tokenizer:
-    """Return the tokenizer in a weights folder. Slow: transformers is imported here, not when the server is."""
+    """Return the tokenizer of a weights folder. Slow: the first call imports transformers."""
     quiet_libraries()
     return cast(Tokenizer, pretrained.load_tokenizer(Path(folder)))

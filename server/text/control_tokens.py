@@ -1,4 +1,4 @@
-"""Where a text spells out control tokens, in time linear in the text however many there are. Knows spellings only."""
+"""Finds the control tokens that a text spells out. The time is linear in the text, however many tokens there are."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a text: a control token's spelling, or text between such."""
+class TextSegment:
+    """A segment of a text: the spelling of a control token, or text between such spellings."""
 
     text: str
     is_control: bool
@@ -15,17 +15,17 @@ class Part:
 
 @dataclass(slots=True)
 class _Node:
-    """What may follow a beginning of a spelling, and whether that is one already."""
+    """A node of a trie of spellings: the characters that may follow, and whether a spelling ends here."""
 
     is_end: bool = False
     following: dict[str, "_Node"] = field(default_factory=dict)
 
 
 class ControlFinder:
-    """Finds the spellings of a tokenizer's control tokens, from the left, the longest first: built once, for every text.
+    """Finds the spellings of a tokenizer's control tokens from the left, the longest first. Built once for all texts.
 
-    Some tokenizers have thousands of them; one regular expression with as many alternatives tries each wherever one could begin,
-    and stops all other threads meanwhile.
+    Some tokenizers have thousands of control tokens. A regular expression with as many alternatives tries each at every possible
+    start, and holds the interpreter lock meanwhile.
     """
 
     def __init__(self, controls: Iterable[str]) -> None:
@@ -40,16 +40,16 @@ class ControlFinder:
             node = node.following.setdefault(char, _Node())
         node.is_end = True
 
-    def parts(self, text: str) -> Iterator[Part]:
-        """Yield the parts of `text`, none of them empty; together they are the text."""
+    def parts(self, text: str) -> Iterator[TextSegment]:
+        """Yield the parts of `text`, none of them empty; joined they are the text."""
         begun = 0
         for start, end in self._spans(text):
             if begun < start:
-                yield Part(text[begun:start], False)
-            yield Part(text[start:end], True)
+                yield TextSegment(text[begun:start], False)
+            yield TextSegment(text[start:end], True)
             begun = end
         if begun < len(text):
-            yield Part(text[begun:], False)
+            yield TextSegment(text[begun:], False)
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield start and end of each spelling."""

@@ -1,4 +1,4 @@
-"""Incremental detokenisation: the pieces put together are exactly what decoding all ids at once gives.
+"""Incremental detokenisation: the joined pieces are exactly the text of all ids decoded at once.
 
 Knows ids, a decode function and which ids can change their neighbours' text. Does not know stop strings or HTTP.
 """
@@ -12,22 +12,22 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """Owns the undecided end of one text. Two things can still change a decoded end, and both are held back:
+    """Owns the undecided end of one text. Two kinds of text can still change after they are decoded, and both are held back:
 
     - an incomplete UTF-8 character, which decodes to one U+FFFD at the end and turns into the character later;
     - a run of byte-fallback tokens (`<0xNN>`), which is text only if the run as a whole is UTF-8.
 
         emitted ... | context ids | pending ids      decode(context + pending) minus decode(context) is the new text
 
-    The context keeps decoders honest that strip or add a space at the beginning of what they are given. It may end inside a
-    character, whose U+FFFD then counts as new text: bytes that never become text would otherwise all stay pending, and be
-    decoded again at every id.
+    The context protects against decoders that strip or add a space at the beginning of their input. It may end inside a
+    character. The U+FFFD of that character then counts as new text: bytes that never become text would otherwise all stay
+    pending, and be decoded again at every id.
     """
 
     def __init__(self, decode: Decode, text_ids: Set[int], byte_ids: Set[int]) -> None:
-        """Take a `decode` that renders ids as they are, the ids that are text, and those of them that are byte-fallback.
+        """Take a `decode` without cleanup, the ids that are text, and the byte-fallback ids among them.
 
-        Other ids (special tokens, rows that only pad the vocabulary) are not text and end nothing.
+        Other ids (special tokens, padding rows of the vocabulary) are not text and end no run.
         """
         self._decode = decode
         self._text_ids = text_ids
@@ -35,10 +35,10 @@ class Detokenizer:
         self._context: list[int] = []
         self._num_context_chars = 0
         self._pending: list[int] = []
-        self._num_emitted = 0  # characters of the pending ids' text that have left already
+        self._num_emitted = 0  # characters of the pending ids' text that are emitted already
 
     def settle(self, next_id: int) -> str:
-        """Return what the coming of `next_id` decides about the ids before it: the end of a byte run."""
+        """Return the text before `next_id` that becomes certain with it: a byte run that ends."""
         if not self._ends_in_byte_run or next_id in self._byte_ids or next_id not in self._text_ids:
             return ""
         return self._emit(self._pending_text())
@@ -60,7 +60,7 @@ class Detokenizer:
         return piece
 
     def close(self) -> str:
-        """Return all that is left: nothing can change it any more."""
+        """Return the rest of the text: no more ids follow."""
         return self._emit(self._pending_text())
 
     @property
@@ -76,8 +76,8 @@ class Detokenizer:
         return piece
 
     def _advance(self, num_undecided: int) -> None:
-        """Forget the old context: what was pending is the context of what follows. All of its text has been emitted but the last
-        `num_undecided` characters, which what follows may still change.
+        """Replace the context by the pending ids. All of their text has been emitted but the last `num_undecided` characters,
+        which later ids may still change.
         """
         self._context, self._pending, self._num_emitted = self._pending, [], 0
         self._num_context_chars = len(self._decode(self._context)) - num_undecided

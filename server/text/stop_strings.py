@@ -1,13 +1,13 @@
-"""Stop strings found in text that comes in pieces. Knows text only."""
+"""Finds stop strings in text that arrives in pieces. Knows text only."""
 
 from collections.abc import Sequence
 
 
 class StopFinder:
-    """Lets text through up to the first stop string, or with it, and holds back an end that may become one.
+    """Passes text up to the first stop string, optionally with it, and holds back an end that may become one.
 
-    The first stop string is the one that is complete first, and of those the one that began first: a function of the
-    text alone, however it was cut into pieces.
+    The first stop string is the one that is complete first; of several, the one that began first. It depends on the text alone,
+    not on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
@@ -25,9 +25,9 @@ class StopFinder:
         return self.hit is not None
 
     def feed(self, text: str, may_end: bool = True) -> str:
-        """Add text; return what certainly comes before any stop string, or ends in one that is kept. Then all is swallowed.
+        """Add text; return the text that is certainly before any stop string, or ends in one that is kept. Later text is dropped.
 
-        No stop string ends in text that comes without `may_end`. One that begins there may end later.
+        No stop string ends in text that is added without `may_end`. A stop string that begins there may end later.
         """
         if self.is_hit:
             return ""
@@ -43,7 +43,7 @@ class StopFinder:
         return text[: len(text) - num_held]
 
     def close(self) -> str:
-        """Return what was held back: no more text comes, so it is no stop string."""
+        """Return the text that was held back: no more text follows, so it is no stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""A token on its way to the wire: its text, its log-probabilities, where it lies. Knows records and text, no wire format."""
+"""A returned token: its text, its log-probabilities, its offset. Knows records and text, no wire format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,5 +34,5 @@ def entry_of(
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability as JSON can have it."""
+    """Return a log-probability that JSON can represent."""
     return max(logprob, _LOWEST_LOGPROB)

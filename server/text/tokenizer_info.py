@@ -1,4 +1,4 @@
-"""What clients that tokenize for themselves ask of a tokenizer: its kind, its special tokens, its chat template."""
+"""The description of a tokenizer for clients that tokenize themselves: its class, special tokens and chat template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class TokenizerInfo:
 
 
 def tokenizer_info(tokenizer: DescribedTokenizer, vocab_size: int, special_tokens: Mapping[str, int]) -> TokenizerInfo:
-    """Return the description of a tokenizer with so many tokens, of which those are special."""
+    """Return the description of a tokenizer with `vocab_size` tokens, of which `special_tokens` are special."""
     roles = tokenizer.special_tokens_map
     return TokenizerInfo(
         tokenizer_class=type(tokenizer).__name__,

@@ -1,1 +1,1 @@
-"""Tool calls: what a model's chat template knows of them, and how they are read out of its text."""
+"""Tool calls: what a model's chat template supports, and how calls are parsed from the model's text."""

@@ -1,6 +1,6 @@
 """Grammars of texts with tool calls in the markup of Hermes and Qwen, in llguidance's dialect of Lark. Knows text only.
 
-Space is what chat templates write (transformers' `tojson`), so that a forced call looks like those a model was shown.
+Whitespace is that of chat templates (transformers' `tojson`), so that a forced call looks like the calls in a model's prompts.
 """
 
 import json
@@ -10,25 +10,25 @@ from typing import Any
 from server.schemas.exact_json import exactly_dumped
 from server.tool_calls.hermes import CLOSE, OPEN
 
-Schemas = Mapping[str, Mapping[str, Any]]  # what the arguments of each function are held to
+Schemas = Mapping[str, Mapping[str, Any]]  # the schema of each function's arguments
 
 _AS_TOJSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def forced_calls(schemas: Schemas, is_one: bool, tokens: Container[str]) -> str:
-    """Return the grammar of a text that is calls and nothing else: one, or one or more."""
+    """Return the grammar of a text of calls alone: exactly one call, or at least one."""
     start = "call" if is_one else r'call ("\n" call)*'
     return f"start: {start}\n{_calls(schemas, tokens)}"
 
 
 def free_text_with_calls(schemas: Schemas, tokens: Container[str]) -> str:
-    """Return the grammar of any text with any calls in it; what opens a call must be a token, so that text cannot spell it."""
+    """Return the grammar of free text with any calls in it. The opening markup must be a token, so that text cannot spell it."""
     assert OPEN in tokens
     return f"start: TEXT (call TEXT)*\nTEXT: /(?s:.*)/ & ~/(?s:.*){OPEN}(?s:.*)/\n{_calls(schemas, tokens)}"
 
 
 def _calls(schemas: Schemas, tokens: Container[str]) -> str:
-    """Return the rules of a call. Markup that is a token of its own is named as one; spelled out it would be other tokens."""
+    """Return the rules of a call. Markup that is a single token is named as such; spelled out, it would be several tokens."""
     opening, closing = (marker if marker in tokens else json.dumps(marker) for marker in (OPEN, CLOSE))
     rules = [rf'call: {opening} "\n" ({" | ".join(f"call_{at}" for at in range(len(schemas)))}) "\n" {closing}']
     for at, (name, schema) in enumerate(schemas.items()):

@@ -1,8 +1,8 @@
-"""Where a JSON object ends in text that comes in pieces. Knows brackets and strings, and nothing of values."""
+"""Finds the end of a JSON object in text that arrives in pieces. Knows brackets and strings, not values."""
 
 
 class JsonEnd:
-    """Owns the place in one object, which is fed from its opening brace on."""
+    """Owns the parse state of one object, which is fed from its opening brace on."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -12,7 +12,7 @@ class JsonEnd:
     def feed(self, text: str) -> int | None:
         """Return how much of `text` belongs to the object if it ends there, else None.
 
-        It ends behind the bracket that closes it, or before a `<`, which outside strings is no JSON.
+        It ends after its closing bracket, or before a `<`, which is not JSON outside of strings.
         """
         for at, char in enumerate(text):
             if self._is_in_string:

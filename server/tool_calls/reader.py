@@ -1,4 +1,4 @@
-"""What is read out of a model's text: content, and tool calls in pieces. Knows text only."""
+"""The result of parsing a model's text: content, and tool calls in pieces. Knows text only."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """What comes of call `index` of a message: first its name, then its arguments, as JSON in pieces."""
+    """A piece of call `index` of a message: first its name, then its arguments, as JSON in pieces."""
 
     index: int
     name: str | None = None
@@ -15,27 +15,27 @@ class CallPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What became certain of a text: the content that is new, and the pieces of calls."""
+class ReadText:
+    """The newly certain parts of a text: content, and pieces of calls."""
 
     content: str = ""
     calls: tuple[CallPiece, ...] = ()
 
 
 class CallReader(Protocol):
-    """Owns the undecided end of one text. What it says, put together, is a function of the text alone."""
+    """Owns the undecided end of one text. Its joined output depends on the text alone, not on how the text is cut into pieces."""
 
     @property
     def is_done(self) -> bool:
-        """Whether it has read all the calls that may come, so that the text need not go on."""
+        """Whether all allowed calls have been read, so that generation can stop."""
         ...
 
-    def feed(self, text: str) -> Said:
-        """Add text; return what is now certain."""
+    def feed(self, text: str) -> ReadText:
+        """Add text; return the content and calls that are now certain."""
         ...
 
-    def close(self) -> Said:
-        """Return the rest: no more text comes."""
+    def close(self) -> ReadText:
+        """Return the rest: no more text follows."""
         ...
 
 
@@ -44,17 +44,17 @@ class PlainReader:
 
     is_done = False
 
-    def feed(self, text: str) -> Said:
+    def feed(self, text: str) -> ReadText:
         """Return the text."""
-        return Said(text)
+        return ReadText(text)
 
-    def close(self) -> Said:
+    def close(self) -> ReadText:
         """Return nothing."""
-        return Said()
+        return ReadText()
 
 
 def merged(pieces: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
-    """Return as few pieces: one for the beginning of a call, one for the arguments that follow."""
+    """Return the pieces merged: one for the beginning of each call, one for the arguments that follow."""
     found: list[CallPiece] = []
     for piece in pieces:
         if piece.name is None and found and found[-1].name is None and found[-1].index == piece.index:

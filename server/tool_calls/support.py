@@ -1,7 +1,7 @@
-"""What a model's chat template knows of tools, found by rendering a conversation with a tool and reading the result.
+"""What a model's chat template supports of tools, found by rendering a conversation with a tool and parsing the result.
 
-A template shows tools if a tool's name comes out of it, and calls if a call's does. Which syntax calls are written in is the one
-whose reader reads back the call that the template wrote.
+A template shows tools if its output contains the tool's name, and calls if it contains the call's name. The syntax of calls is
+the one whose reader parses the call that the template wrote.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from server.tool_calls.syntaxes import SYNTAXES, CallSyntax, ToolCallParser
 _TOOL, _CALL = "probed_tool", "probed_call"
 _SCHEMA = {"type": "object", "properties": {"place": {"type": "string", "description": "A place."}}, "required": ["place"]}
 _FUNCTION = {"type": "function", "function": {"name": _TOOL, "description": "Looks.", "parameters": _SCHEMA}}
-_ASKED = {"role": "user", "content": "Look there."}
-_CALLED = {
+_USER_MESSAGE = {"role": "user", "content": "Look there."}
+_CALL_MESSAGE = {
     "role": "assistant",
     "content": "",
     "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": _CALL, "arguments": {"place": "there"}}}],
@@ -24,9 +24,9 @@ _CALLED = {
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """Whether the template shows tools and calls of earlier turns; how the model writes calls, if that is known.
+    """Whether the template shows tools and calls of earlier turns, and the syntax of calls, if it is known.
 
-    `marker_tokens` are those of the markup that are tokens of their own.
+    `marker_tokens` are the parts of the markup that are single tokens.
     """
 
     shows_tools: bool = False
@@ -36,9 +36,9 @@ class ToolSupport:
 
 
 def tool_support(codec: TextCodec, parser: ToolCallParser) -> ToolSupport:
-    """Return what the model's template knows; `parser` names the syntax, finds it (auto) or has none."""
-    shows_tools = _TOOL in _rendered(codec, [_ASKED], [_FUNCTION])
-    written = _rendered(codec, [_ASKED, _CALLED], [_FUNCTION])
+    """Return what the model's template supports. `parser` names the syntax, or is `auto` to detect it, or `none`."""
+    shows_tools = _TOOL in _rendered(codec, [_USER_MESSAGE], [_FUNCTION])
+    written = _rendered(codec, [_USER_MESSAGE, _CALL_MESSAGE], [_FUNCTION])
     syntax = _syntax_of(written) if parser == "auto" else SYNTAXES.get(parser)
     marker_tokens = codec.added_tokens.intersection(syntax.markers if syntax else ())
     return ToolSupport(shows_tools, _CALL in written, syntax, marker_tokens)

@@ -1,4 +1,4 @@
-"""The syntaxes of tool calls that are known, by name."""
+"""The supported syntaxes of tool calls, by name."""
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What one request asks of tools: how its answers are read, and what they are held to; or why that cannot be."""
+"""The tools of one request: how its answers are parsed, and which grammar constrains them. Refuses unsupported combinations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _ANY_OBJECT = {"type": "object"}
 class ToolUse:
     """The functions that a request's answers may call, in which syntax, and how many at most (None: any number).
 
-    Without a syntax all text is content. `grammar` is what a text is held to, None where the model is free.
+    Without a syntax all text is content. `grammar` constrains the text; None leaves it free.
     """
 
     names: frozenset[str] = frozenset()
@@ -30,11 +30,11 @@ class ToolUse:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markup that must not be lost from the text."""
+        """The markup that detokenizing must keep in the text."""
         return self.syntax.markers if self.syntax else ()
 
     def reader(self) -> CallReader:
-        """Return what reads one text."""
+        """Return the parser of one text."""
         return self.syntax.reader(self.names, self.max_calls) if self.syntax else PlainReader()
 
 
@@ -42,7 +42,7 @@ NO_TOOLS = ToolUse()
 
 
 def require_shown(support: ToolSupport, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-    """Refuse tools, calls of earlier turns and what came of them where the model's template would leave them out."""
+    """Refuse tools, calls of earlier turns and their results if the model's template would leave them out."""
     if tools and not support.shows_tools:
         raise InvalidRequest("this model's chat template shows no tools to the model; tool_choice none leaves them out", "tools")
     for at, message in enumerate(messages):
@@ -52,15 +52,15 @@ def require_shown(support: ToolSupport, messages: Sequence[Message], tools: Sequ
 
 
 def tool_use(support: ToolSupport, body: ChatRequest) -> ToolUse:
-    """Return what a request asks of tools; refuse what this model cannot be asked."""
+    """Return the tool use of a request; raise InvalidRequest if this model does not support it."""
     if not body.offered_tools:
         return NO_TOOLS
     if support.syntax is None:
-        reason = "this model's chat template does not tell how it writes calls of tools; the setting tool_call_parser can"
+        reason = "this model's chat template does not show how it writes calls of tools; set tool_call_parser"
         raise InvalidRequest(reason, "tools")
     if body.grammar is not None:
         raise InvalidRequest(
-            "a text that is held to a format calls no tools; tool_choice none leaves them out", body.grammar_param
+            "a text that is constrained to a format calls no tools; tool_choice none leaves them out", body.grammar_param
         )
     is_one = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
     names = frozenset(tool.function.name for tool in body.offered_tools)
@@ -68,7 +68,7 @@ def tool_use(support: ToolSupport, body: ChatRequest) -> ToolUse:
 
 
 def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one: bool) -> Grammar | None:
-    """Return the grammar of calls that must come, or of any text where those that may come have strict schemas."""
+    """Return the grammar of calls that tool_choice forces, or of free text with calls if a function is strict."""
     functions = [tool.function for tool in body.offered_tools]
     if body.tool_choice not in (None, "auto"):
         chosen = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
@@ -77,7 +77,7 @@ def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one
     if not any(function.strict for function in functions):
         return None
     if syntax.opening not in support.marker_tokens:
-        reason = "strict needs a model whose calls begin with a token of their own, unless tool_choice forces a call"
+        reason = "strict needs a model whose calls begin with a single token, unless tool_choice forces a call"
         raise InvalidRequest(reason, "tools")
     schemas: Mapping[str, Mapping[str, Any]] = {
         function.name: function.schema_of_arguments if function.strict else _ANY_OBJECT for function in functions

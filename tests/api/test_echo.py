@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from server.generation import sample as choice
-from server.generation.prompt_echo import ToldPrompt
+from server.generation.prompt_echo import PromptEcho
 from server.text.codec import TextCodec
 from server.text.token_entry import entry_of
 from tests.api.harness import chat, completion, data_of, in_process
@@ -101,7 +101,7 @@ async def check_joint(prompt: str, said: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_one_text_kills_a_prompt_that_is_decoded_alone(monkeypatch):
-    monkeypatch.setattr(ToldPrompt, "echo", decoded_alone)
+    monkeypatch.setattr(PromptEcho, "echo", decoded_alone)
     with pytest.raises(AssertionError):
         await check_joint("the", " cat sat", monkeypatch)
 
@@ -235,14 +235,14 @@ def scored_from_the_first(self, detokenizer):
     return _TOLD(self, detokenizer)
 
 
-_TOLD = ToldPrompt.echo
+_TOLD = PromptEcho.echo
 
 
 @pytest.mark.parametrize(
     ("name", "mutant"), [("echo", told_without_the_end), ("hear", heard_once), ("echo", scored_from_the_first)]
 )
 async def test_logprobs_kill(name, mutant, monkeypatch):
-    monkeypatch.setattr(ToldPrompt, name, mutant)
+    monkeypatch.setattr(PromptEcho, name, mutant)
     with pytest.raises((AssertionError, IndexError)):
         await check_logprobs()
 

@@ -137,7 +137,7 @@ async def test_keys_are_encoded_by_turns(monkeypatch: pytest.MonkeyPatch):
     assert texts.index("o") <= 2
     assert texts.index("p") <= 5, "asked for while the next one's turn has begun"
     assert sorted(texts) == sorted(["o", "p", *(f"{letter}{number}" for letter in "mn" for number in range(4))])
-    monkeypatch.setattr("server.text.tokenizer_thread.FairTurns", FirstCome)
+    monkeypatch.setattr("server.text.tokenizer_thread.FairLock", FirstCome)
     assert (await _order_of_texts(monkeypatch)).index("o") == 4
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from server.http.errors import InvalidRequest
-from server.http.unknown_fields import _LAW_CHANGING, MAX_IGNORED, without_foreign
+from server.http.unknown_fields import _OUTPUT_CHANGING, MAX_IGNORED, without_unknown
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
 from tests.api.harness import MODEL, chat, completion, in_process
@@ -38,14 +38,14 @@ async def test_what_cannot_change_a_text_is_ignored_and_named(caplog: pytest.Log
 
 async def test_what_changes_texts_elsewhere_is_refused_by_name_unless_it_is_neutral():
     async with in_process(FakeEngine()) as client:
-        for name, neutral in _LAW_CHANGING.items():
+        for name, neutral in _OUTPUT_CHANGING.items():
             values: list[object] = ["x", 0.123, [{"a": 1}], True if False in neutral else "y"]
             for value in values:
                 with pytest.raises(InvalidRequest) as refusal:
-                    without_foreign({name: value}, {"prompt"})
+                    without_unknown({name: value}, {"prompt"})
                 assert refusal.value.param == name
             for value in (None, *neutral):
-                assert without_foreign({name: value, "prompt": "x"}, {"prompt"}) == ({"prompt": "x"}, [name])
+                assert without_unknown({name: value, "prompt": "x"}, {"prompt"}) == ({"prompt": "x"}, [name])
         error = (await client.post(URL, json=completion(mirostat=2))).json()["error"]
         assert (error["param"], error["message"]) == ("mirostat", "mirostat: not supported by this server; accepted: null, 0")
         assert (await client.post(URL, json=completion(mirostat=0))).status_code == 200
@@ -112,4 +112,4 @@ async def test_strict_refuses_every_unknown_field():
 
 def test_no_field_of_ours_is_in_the_table():
     """They leave the table on the day on which they are honoured."""
-    assert not set(_LAW_CHANGING) & {*CompletionRequest.model_fields, *ChatRequest.model_fields}
+    assert not set(_OUTPUT_CHANGING) & {*CompletionRequest.model_fields, *ChatRequest.model_fields}

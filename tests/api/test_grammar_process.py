@@ -38,10 +38,10 @@ class Struck(GrammarProcess):
 
     number: int = signal.SIGKILL
 
-    def _ask(self, question: VocabularySource | Grammar, limit_s: float, stall_s: float) -> None:
-        if question == ENDLESS:
+    def _exchange(self, request: VocabularySource | Grammar, limit_s: float, stall_s: float) -> None:
+        if request == ENDLESS:
             threading.Timer(0.3, os.kill, (pid_of(self), self.number)).start()
-        super()._ask(question, limit_s, stall_s)
+        super()._exchange(request, limit_s, stall_s)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ async def test_a_failure_of_the_process_is_answered_503(monkeypatch: pytest.Monk
     """It was a 400, which no client tries again."""
 
     def fail(*_: object) -> None:
-        raise GrammarProcessFailed("the process that tries grammars has stopped")
+        raise GrammarProcessFailed("the process that compiles grammars has stopped")
 
     monkeypatch.setattr(GrammarProcess, "check", fail)
     async with in_process(FakeEngine(eos_token_ids=(0,))) as client:

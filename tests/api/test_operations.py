@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from engine.core.service import EngineState
 from engine.core.types import ErrorCode, FinishReason, StepStats, TokenEvent
-from server.metrics import Metrics
+from server.metrics import ServerMetrics
 from server.settings import Settings
 from tests.api.harness import chat, completion, in_process, make_app, sample, until
 from tests.fake_engine import FakeEngine, says
@@ -31,7 +31,7 @@ async def test_live_ready_and_healthy_are_apart():
             await asyncio.sleep(0)
         engine.heartbeat_age_s = 5.1  # it hangs
         assert await statuses() == [200, 503, 503]
-        reason = "the engine has said nothing for 5.1 s"
+        reason = "the engine has sent no heartbeat for 5.1 s"
         report = {"status": "silent", "state": "ready", "heartbeat_age_s": 5.1, "restarts": 0, "reason": reason}
         assert (await client.get("/health")).json() == report
         engine.state, engine.heartbeat_age_s, engine.start_error = EngineState.RESTARTING, None, "no weights in /secret"
@@ -238,7 +238,7 @@ async def test_the_load_of_a_dead_engine_is_nothing():
 def test_the_phases_of_a_request_add_up():
     """What the engine says of its queue splits the wait into queue and prefill."""
     now = [0.0]
-    metrics = Metrics("m", 100, lambda: FakeEngine().health)
+    metrics = ServerMetrics("m", 100, lambda: FakeEngine().health)
     sample_meter = metrics.requests.meter(1, 9, lambda: now[0]).sample(7)
     for at_s, event in [(5.0, TokenEvent("r", (1,), queued_s=2.0)), (6.0, TokenEvent("r", (1, 2, 3, 4)))]:
         now[0] = at_s
@@ -264,7 +264,7 @@ async def test_clients_cannot_make_new_series():
             await client.request(f"M{number}", f"/path-{number}")
         names = await sample(client)
     assert len([name for name in names if name.startswith("http_requests_total")]) == 1
-    metrics = Metrics("m", 10, lambda: FakeEngine().health)
+    metrics = ServerMetrics("m", 10, lambda: FakeEngine().health)
     for trunk in range(200):
         metrics.steps.on_step(StepStats(1, 1, 0, 0, 1, expansions={f"{trunk}.1.0": 1}))
     expansions = [line for line in metrics.render().decode().splitlines() if line.startswith("latebranch_expansions_total{")]
@@ -273,7 +273,7 @@ async def test_clients_cannot_make_new_series():
 
 
 def test_what_was_foretold_stands_beside_what_came_out():
-    metrics = Metrics("m", 10, lambda: FakeEngine().health)
+    metrics = ServerMetrics("m", 10, lambda: FakeEngine().health)
     for step in (1, 2):
         metrics.steps.on_step(StepStats(step, 1, 0, 0, 1, num_expected_rows=2, expected_tokens=3.25, num_realised_tokens=4))
     metrics.steps.on_step(StepStats(3, 1, 0, 0, 1, num_decoding_rows=1))
@@ -284,7 +284,7 @@ def test_what_was_foretold_stands_beside_what_came_out():
 
 
 def test_what_a_policy_expected_stands_beside_what_steps_took():
-    metrics = Metrics("m", 10, lambda: FakeEngine().health)
+    metrics = ServerMetrics("m", 10, lambda: FakeEngine().health)
     for step in (1, 2):
         stats = StepStats(
             step, 1, 0, 0, 1, policy_reason="probe", predicted_s=0.25, predicted_speedup=2.0, step_s=0.5, policy_s=0.01

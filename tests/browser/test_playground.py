@@ -163,7 +163,7 @@ def test_a_server_with_keys_is_asked_for_one(page: Page, server: RunningServer) 
 def test_what_the_server_refuses_is_told(page: Page) -> None:
     page.get_by_label("Max tokens").fill("100000")
     page.get_by_role("button", name="Generate").click()
-    expect(page.get_by_role("alert")).to_contain_text("100000 more are asked for")
+    expect(page.get_by_role("alert")).to_contain_text("100000 more are requested")
 
 
 def test_a_recorded_page_draws_the_same_trees(answered: Page, browser: Browser, trace: Path, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_hung_step_is_seen_and_recovered_from(server: RunningServer) -> None:
         disturbed = pool.submit(_told, server, body, hang)
         silent = _awaited(server, 503, 0)
         assert (silent["status"], silent["state"], silent["restarts"]) == ("silent", "ready", 0)
-        assert "the engine has said nothing for" in silent["reason"]
+        assert "the engine has sent no heartbeat for" in silent["reason"]
         assert not disturbed.done(), "it waits"
         assert _awaited(server, 200, 1)["status"] == "ready"
         assert disturbed.result() == undisturbed

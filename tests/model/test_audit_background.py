@@ -32,7 +32,7 @@ from engine.testing import tiny_engine
 from engine.verify import coupled, masses
 from engine.verify.verdict import Verdict
 from engine.worker.inprocess import InProcessEngine
-from server.metrics import Metrics
+from server.metrics import ServerMetrics
 from tests.clients import collect
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.tiny import own_logits, pair
@@ -323,7 +323,7 @@ def test_a_pass_that_fails_is_no_step_of_a_request(monkeypatch):
     session = run(audited(num_tokens=12), [greedy("bad", PROMPT)])
     (failed,) = [audit for audit in news(session) if audit.num_dropped]
     assert failed.is_pass
-    metrics = Metrics("tiny", 64, lambda: EngineHealth(EngineState.READY, 0.0, 0, ""))
+    metrics = ServerMetrics("tiny", 64, lambda: EngineHealth(EngineState.READY, 0.0, 0, ""))
     for stats in session.stats:
         metrics.steps.on_step(stats)
     real = sum(stats.audit is None or not stats.audit.is_pass for stats in session.stats)
@@ -346,7 +346,7 @@ def test_the_shortest_prompt_is_judged_first():
 
 
 def test_every_series_of_the_audit_is_there_from_the_start():
-    text = Metrics("tiny", 64, lambda: EngineHealth(EngineState.STARTING, 0.0, 0, "")).render().decode()
+    text = ServerMetrics("tiny", 64, lambda: EngineHealth(EngineState.STARTING, 0.0, 0, "")).render().decode()
     lines = [line for line in text.splitlines() if not line.startswith("#") and "created" not in line]
     tokens = [line for line in lines if line.startswith("latebranch_audit_tokens_total{")]
     assert len(tokens) == len(Check) * len(CheckOutcome)
@@ -420,7 +420,7 @@ def test_a_worker_turns_an_audit_only_if_one_is_wanted(monkeypatch):
 async def test_a_served_engine_tells_of_its_audit():
     """From the engine's thread to the exposition text."""
     engine = InProcessEngine(audited, CONFIG)
-    metrics = Metrics("tiny", 64, lambda: engine.health)
+    metrics = ServerMetrics("tiny", 64, lambda: engine.health)
     engine.add_listener(metrics.steps.on_step)
     engine.add_listener(metrics.audit.on_step)
     await engine.start()

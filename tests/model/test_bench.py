@@ -10,7 +10,7 @@ from engine.core.tree import PLAIN, Expansion
 from engine.core.types import FinishReason, TokenEvent
 from engine.testing import tiny_engine, tiny_pair
 from engine.verify import coupled
-from server.cli.bench_compare import Case, Load, OutputsDiffer, RequestFailed, cases_of, compare, run_case, table
+from server.cli.bench_compare import BenchLoad, Case, OutputsDiffer, RequestFailed, cases_of, compare, run_case, table
 
 SHAPES = [Expansion(3, 1, 0), Expansion(1, 2, 2)]
 
@@ -21,7 +21,7 @@ def engine():
 
 
 def load(temperature):
-    return Load(((5, 6, 7), (8, 9), (3,), (11, 12)), temperature, max_tokens=20, concurrency=3)
+    return BenchLoad(((5, 6, 7), (8, 9), (3,), (11, 12)), temperature, max_tokens=20, concurrency=3)
 
 
 def test_every_case_makes_every_token(engine):

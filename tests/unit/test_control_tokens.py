@@ -7,17 +7,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from server.text.chat_text import ControlMask
-from server.text.control_tokens import ControlFinder, Part
+from server.text.control_tokens import ControlFinder, TextSegment
 
 _texts = st.text("<|ab>", max_size=12)
 _controls = st.lists(st.text("<|ab>", max_size=4), max_size=6)
 
 
-def _expected(controls: list[str], text: str) -> list[Part]:
+def _expected(controls: list[str], text: str) -> list[TextSegment]:
     """Return the parts as one regular expression of all controls finds them."""
     longest_first = sorted(filter(None, controls), key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})", text)
-    return [Part(piece, bool(index % 2)) for index, piece in enumerate(pieces) if piece]
+    return [TextSegment(piece, bool(index % 2)) for index, piece in enumerate(pieces) if piece]
 
 
 class _ShortestFirst(ControlFinder):
@@ -59,7 +59,7 @@ def test_a_beginning_of_thousands_is_looked_at_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ControlFinder, "_end", counted)
     text = "<" * 4000
-    assert list(ControlFinder(f"<unused{i}>" for i in range(6249)).parts(text)) == [Part(text, False)]
+    assert list(ControlFinder(f"<unused{i}>" for i in range(6249)).parts(text)) == [TextSegment(text, False)]
     assert num_looks == len(text)
 
 
@@ -69,7 +69,7 @@ def test_a_mark_that_a_message_has_is_not_taken(monkeypatch: pytest.MonkeyPatch)
     message = {"role": "user", "content": "\ue000a\ue0010; <s>"}
     mask = ControlMask([message], ControlFinder(["<s>"]))
     assert mask.masked(message)["content"] == "\ue000a\ue0010; \ue000b\ue0010;"
-    assert mask.parts(mask.masked(message)["content"]) == [Part(message["content"], False)]
+    assert mask.parts(mask.masked(message)["content"]) == [TextSegment(message["content"], False)]
 
 
 def test_no_mark_is_drawn_where_nothing_is_masked(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from engine.core.service import EngineHealth, EngineState
 from engine.core.types import ModelInfo
-from server.metrics import Metrics
+from server.metrics import ServerMetrics
 from tests.dashboards import METRIC, PROMETHEUS, ROOT, alerts, dashboard, documented_queries, panel_queries, panels
 
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
@@ -25,7 +25,7 @@ _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_
 
 def _exported() -> set[str]:
     """Every name that a scrape can have."""
-    metrics = Metrics("m", 128, lambda: EngineHealth(EngineState.READY, 0.0, 0))
+    metrics = ServerMetrics("m", 128, lambda: EngineHealth(EngineState.READY, 0.0, 0))
     metrics.steps.on_model(ModelInfo("m", 8, 128, 64, (), "float32", "cpu", "ngram", "traversal", "plain"), has_prefix_cache=True)
     return {family.name + end for family in metrics.registry.collect() for end in _SUFFIXES[family.type]}
 

@@ -5,17 +5,17 @@ from collections import deque
 
 import pytest
 
-from server.fair_lock import FairTurns
+from server.fair_lock import FairLock
 
 
-class FirstCome(FairTurns):
+class FirstCome(FairLock):
     """The mutant: one queue for all."""
 
     def turn(self, key: str):
         return super().turn("")
 
 
-class KeepsItsTurn(FairTurns):
+class KeepsItsTurn(FairLock):
     """The mutant: a key goes on until it has nothing more to do."""
 
     def _pass_on(self):
@@ -25,7 +25,7 @@ class KeepsItsTurn(FairTurns):
             self._waiting = {first: self._waiting.pop(first), **self._waiting}
 
 
-class ForgetsTheCancelled(FairTurns):
+class ForgetsTheCancelled(FairLock):
     """The mutant: a turn that comes while its asker is cancelled is lost."""
 
     async def _wait(self, key: str) -> None:
@@ -34,7 +34,7 @@ class ForgetsTheCancelled(FairTurns):
         await place
 
 
-class CallsWhoHasLeft(FairTurns):
+class CallsWhoHasLeft(FairLock):
     """The mutant: a turn is given to whoever is first, though it has been cancelled and does not know it yet."""
 
     def _pass_on(self):
@@ -47,7 +47,7 @@ class CallsWhoHasLeft(FairTurns):
                 self._waiting[key] = places
 
 
-async def order_of(turns: FairTurns, asked: list[str]) -> list[str]:
+async def order_of(turns: FairLock, asked: list[str]) -> list[str]:
     """Return the keys in the order of their turns when all ask during somebody's turn."""
     had: list[str] = []
 
@@ -64,11 +64,11 @@ async def order_of(turns: FairTurns, asked: list[str]) -> list[str]:
     return had
 
 
-async def check_each_key_has_its_turn(kind: type[FairTurns]) -> None:
+async def check_each_key_has_its_turn(kind: type[FairLock]) -> None:
     assert await order_of(kind(), ["a"] * 100 + ["b"] * 2 + ["c"]) == ["a", "b", "c", "a", "b", *["a"] * 98]
 
 
-async def check_the_cancelled_keep_nobody_waiting(kind: type[FairTurns]) -> None:
+async def check_the_cancelled_keep_nobody_waiting(kind: type[FairLock]) -> None:
     turns = kind()
 
     async def take(key: str) -> str:
@@ -86,7 +86,7 @@ async def check_the_cancelled_keep_nobody_waiting(kind: type[FairTurns]) -> None
         assert turns._waiting == {}
 
 
-async def check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(kind: type[FairTurns]) -> None:
+async def check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(kind: type[FairLock]) -> None:
     turns, is_over = kind(), asyncio.Event()
 
     async def take(key: str) -> str:
@@ -106,19 +106,19 @@ async def check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(kind: 
 
 
 @pytest.mark.parametrize("mutant", [FirstCome, KeepsItsTurn])
-async def test_each_key_has_its_turn(mutant: type[FairTurns]) -> None:
-    await check_each_key_has_its_turn(FairTurns)
+async def test_each_key_has_its_turn(mutant: type[FairLock]) -> None:
+    await check_each_key_has_its_turn(FairLock)
     with pytest.raises(AssertionError):
         await check_each_key_has_its_turn(mutant)
 
 
 async def test_the_cancelled_keep_nobody_waiting() -> None:
-    await check_the_cancelled_keep_nobody_waiting(FairTurns)
+    await check_the_cancelled_keep_nobody_waiting(FairLock)
     with pytest.raises((TimeoutError, asyncio.InvalidStateError)):
         await check_the_cancelled_keep_nobody_waiting(ForgetsTheCancelled)
 
 
 async def test_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting() -> None:
-    await check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(FairTurns)
+    await check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(FairLock)
     with pytest.raises((TimeoutError, asyncio.InvalidStateError)):
         await check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(CallsWhoHasLeft)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from server.tool_calls.hermes import CLOSE, OPEN, HermesReader
 from server.tool_calls.json_end import JsonEnd
-from server.tool_calls.reader import CallPiece, Said, merged
+from server.tool_calls.reader import CallPiece, ReadText, merged
 
 NAMES = ["f", "get_it"]
 _HEAD = '{"name": "f", "arguments": '
@@ -26,15 +26,15 @@ _ANY_HEAD = r'\{{1,2}~"name"~:~"\w+"~,~"arguments"~:'.replace("~", r"[ \t\r\n]*"
 _ATOMS = re.compile(rf"[ \t\r\n]|{OPEN}|{CLOSE}|\}}|{_ANY_HEAD}")  # of what may be lost
 
 
-def _read(text: str, edges: list[int], reader_type: type[HermesReader] = HermesReader, max_calls: int | None = None) -> Said:
+def _read(text: str, edges: list[int], reader_type: type[HermesReader] = HermesReader, max_calls: int | None = None) -> ReadText:
     """Return what is read of a text that is cut at `edges`."""
     reader = reader_type(NAMES, max_calls)
     bounds = [0, *sorted(min(edge, len(text)) for edge in edges), len(text)]
     said = [*(reader.feed(text[a:b]) for a, b in pairwise(bounds)), reader.close()]
-    return Said("".join(one.content for one in said), merged(piece for one in said for piece in one.calls))
+    return ReadText("".join(one.content for one in said), merged(piece for one in said for piece in one.calls))
 
 
-def _calls(said: Said) -> list[tuple[str, str]]:
+def _calls(said: ReadText) -> list[tuple[str, str]]:
     calls: list[list[str]] = []
     for piece in said.calls:
         if piece.name is not None:
@@ -65,13 +65,13 @@ class _LetsBegunMarkupOut(HermesReader):
     """Says an end that may become markup."""
 
     def _num_certain(self, is_end: bool) -> int:
-        return len(self._held)
+        return len(self._buffer)
 
 
 class _ForgetsTheString(HermesReader):
     """Looks for the end of the arguments in each piece anew."""
 
-    def feed(self, text: str) -> Said:
+    def feed(self, text: str) -> ReadText:
         self._json._is_in_string = False
         return super().feed(text)
 
@@ -126,7 +126,7 @@ class _DropsWhatIsNoCall(HermesReader):
     """Keeps the opening marker of what turns out to be no call."""
 
     def _reject(self) -> bool:
-        self._take(self._held.index(OPEN) + len(OPEN))
+        self._take(self._buffer.index(OPEN) + len(OPEN))
         self._state = self._in_text
         return True
 
@@ -136,7 +136,7 @@ class _DropsBehindACall(HermesReader):
 
     def _at_tail(self, is_end: bool) -> bool:
         is_over = super()._at_tail(is_end)
-        self._held = self._held.lstrip("]") if is_over else self._held
+        self._buffer = self._buffer.lstrip("]") if is_over else self._buffer
         return is_over
 
 
@@ -220,7 +220,7 @@ def test_the_last_call_that_may_come_is_the_end():
     reader = HermesReader(NAMES, max_calls=1)
     ends = [(bool(reader.feed(text).calls), reader.is_done) for text in (f"so {CALL}"[:-1], ">oh")]
     assert ends == [(True, False), (False, True)]
-    assert (reader.feed(CALL), reader.close()) == (Said(), Said())
+    assert (reader.feed(CALL), reader.close()) == (ReadText(), ReadText())
 
 
 @given(_VALUES.map(lambda value: json.dumps({"a": value})), st.text(max_size=5), st.integers(0, 50))
