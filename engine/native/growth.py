@@ -135,15 +135,15 @@ class Growing:
         assert all(len(own) == library.NUM_SHARES for row in rows for own in row.shares)
         fed_ids, fed_slots = [as_longs(row.token_ids) for row in fed], [as_longs(row.slots) for row in fed]
         self._library = library.library()
-        structures = (library.RankedRow * len(rows))(
+        structures = (library.RankedRowStructure * len(rows))(
             *(
                 _structure(row, library.address_of(own), library.address_of(own_shares), library.address_of(least))
                 for row, own, own_shares, least in zip(rows, slots, shares, least_chances, strict=True)
             )
         )
-        fed_structures = (library.FedRow * len(fed))(
+        fed_structures = (library.FedRowStructure * len(fed))(
             *(
-                library.FedRow(
+                library.FedRowStructure(
                     *(len(ids), row.first_position, library.address_of(ids), library.address_of(own)),
                     -1 if row.tree is None else row.tree,
                 )
@@ -225,9 +225,9 @@ class Growing:
         return trees, Offers(tokens, odds, noise)
 
 
-def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> library.RankedRow:
+def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> library.RankedRowStructure:
     """Return a row for the library; `slots`, `shares` and `least_chances` are addresses."""
-    return library.RankedRow(
+    return library.RankedRowStructure(
         root_position=row.root_position,
         slots=slots,
         max_nodes=row.max_nodes,

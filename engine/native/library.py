@@ -65,7 +65,7 @@ class Decoder(Structure):
     )
 
 
-class Features(Structure):
+class FeaturesStructure(Structure):
     """A draft head's features of a model's tokens, and where their inputs are stored."""
 
     _fields_ = (
@@ -91,12 +91,12 @@ class Pass(Structure):
         *((name, POINTER(c_void_p)) for name in ("cosines", "sines")),
         *((name, c_void_p) for name in ("rows", "states", "logits", "largest", "likeliest")),
         ("kept", POINTER(c_void_p)),
-        ("features", POINTER(Features)),
+        ("features", POINTER(FeaturesStructure)),
         ("is_cached_in_half", c_int64),
     )
 
 
-class RankedRow(Structure):
+class RankedRowStructure(Structure):
     """A row whose tree is to grow."""
 
     _fields_ = (
@@ -112,7 +112,7 @@ class RankedRow(Structure):
     )
 
 
-class FedRow(Structure):
+class FedRowStructure(Structure):
     """Committed tokens to feed to the head."""
 
     _fields_ = (
@@ -151,14 +151,16 @@ class Walked(Structure):
 
 
 # In the order in which the library reports their sizes.
-_MIRRORED: tuple[type[Structure], ...] = (*(Linear, Layer, Decoder, Pass, RankedRow, Predictions, Walked, Features, FedRow, Fed),)
+_MIRRORED: tuple[type[Structure], ...] = (
+    *(Linear, Layer, Decoder, Pass, RankedRowStructure, Predictions, Walked, FeaturesStructure, FedRowStructure, Fed),
+)
 
 # Arguments and result of each function.
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "latebranch_decode": ([POINTER(Decoder), POINTER(Pass), c_int], None),
     "latebranch_linear": ([POINTER(Linear), c_void_p, c_int64, c_void_p, c_int], None),
-    "latebranch_keep": ([POINTER(Features), POINTER(c_void_p), c_int64, c_void_p, c_int64], None),
-    "latebranch_fuse": ([POINTER(Features), c_void_p, c_int64, c_void_p, c_int], None),
+    "latebranch_keep": ([POINTER(FeaturesStructure), POINTER(c_void_p), c_int64, c_void_p, c_int64], None),
+    "latebranch_fuse": ([POINTER(FeaturesStructure), c_void_p, c_int64, c_void_p, c_int], None),
     "latebranch_gumbels": ([c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int], None),
     "latebranch_likeliest": ([c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int], None),
     "latebranch_probs": ([c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int], None),
@@ -166,7 +168,10 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "latebranch_walk": ([c_void_p, c_int64, POINTER(Walked), c_int64, c_int], None),
     "latebranch_rank": ([c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3, c_int], None),
     "latebranch_mix": ([c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p], None),
-    "latebranch_grow": ([POINTER(Decoder), c_void_p, POINTER(RankedRow), c_int64, POINTER(FedRow), c_int64, c_int64], c_void_p),
+    "latebranch_grow": (
+        [POINTER(Decoder), c_void_p, POINTER(RankedRowStructure), c_int64, POINTER(FedRowStructure), c_int64, c_int64],
+        c_void_p,
+    ),
     "latebranch_grow_round": ([c_void_p, POINTER(Predictions), POINTER(Pass), c_void_p, c_int64, POINTER(Fed), c_int], c_int64),
     "latebranch_grown": ([*[c_void_p] * 4, c_int64, *[c_void_p] * 3], None),
     "latebranch_end_growth": ([c_void_p], None),

@@ -47,7 +47,7 @@ class SlotStates:
 class Features:
     """A draft head's features of a target's tokens, stored by the target's passes. `keeps` owns what `structure` points at."""
 
-    structure: library.Features
+    structure: library.FeaturesStructure
     keeps: tuple[object, ...]
 
 

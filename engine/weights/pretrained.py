@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.weights.errors import UnsupportedModel, WeightsError
 
-# Without the first, transformers asks on a terminal whether to run a folder's code; without the second, it reads pickles.
+# Without the first, transformers prompts on a terminal whether to run a folder's code; without the second, it reads pickles.
 _TRUST: dict[str, Any] = {"trust_remote_code": False}
 _WEIGHTS: dict[str, Any] = {**_TRUST, "use_safetensors": True}
 _OWN_CODE = "code of its own folder, which is never run"

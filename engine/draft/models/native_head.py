@@ -101,7 +101,7 @@ class NativeHead:
     def features(self, after: Sequence[int]) -> Features:
         """Return what the target's passes must store: its states `after` some layers (passes.Output)."""
         after_F, states_SX = np.array(after, dtype=np.int64), self._states.rows_SW
-        structure = library.Features(
+        structure = library.FeaturesStructure(
             linear=self._fuse.structure,
             num_states=len(after_F),
             after=library.address(after_F),
