@@ -35,6 +35,8 @@ _MAX_SETS = 64  # sets of properties, if a schema limits their number
 _MAX_EXPONENT = 400  # of rounded decimals; floats end at 308
 _INT64 = 1 << 63  # the end of the library's integer ranges
 _UNIT = 1 << 53  # from here on a float plus one is rounded
+_OPEN_END = 10**18  # from here on the library has no range without a second bound
+_BESIDE_ZERO = 1e-22  # of the powers of ten that the library reads exactly, the closest to 0
 _UINT32 = 1 << 32  # the limit of the library's fractions
 _ESCAPES = 'nrbtf\\"u'  # the library's default
 _NEEDS_ESCAPE_U = "\x00-\x07\x0b\x0e-\x1f\x7f"
@@ -91,6 +93,7 @@ def _exact(root: Any) -> Any:
         _keep_counts(place, schema)
         _translate_patterns(schema)
     _require_common_multiples(document)
+    _keep_open_ends(document)
     _keep_keys(root, document)
     return root
 
@@ -181,12 +184,16 @@ def _keep_numbers(place: str, schema: _Schema, is_integer_named: bool) -> None:
         schema["const"] = _kept_value(f"{place}/const", schema["const"], is_integer_named)
     if isinstance(values := schema.get("enum"), list):
         schema["enum"] = [_kept_value(f"{place}/enum/{at}", value, is_integer_named) for at, value in enumerate(values)]
-    if "integer" in (types := _types(schema)) and "number" not in types:
+    if is_integer := "integer" in (types := _types(schema)) and "number" not in types:
         _round_bounds(place, schema)
-    for key in (*_LOWER, *_UPPER):
-        if _is_number(bound := schema.get(key)):
-            is_strict = key.startswith("exclusive") or schema.get(f"exclusive{key.capitalize()}") is True
-            schema[key] = _kept_bound(f"{place}/{key}", bound, is_strict, is_highest=key == "maximum" and bound == _INT64 - 1)
+    for keys, others, sign in ((_LOWER, _UPPER, 1), (_UPPER, _LOWER, -1)):
+        has_other = any(_is_number(schema.get(key)) for key in others)
+        for key in keys:
+            if _is_number(bound := schema.get(key)):
+                is_strict = key.startswith("exclusive") or schema.get(f"exclusive{key.capitalize()}") is True
+                if sign * bound >= _OPEN_END and not has_other:
+                    raise ValueError(f"{place}/{key}: {_shown(bound)} is too large for a range without a second bound")
+                schema[key] = _kept_bound(f"{place}/{key}", bound, is_strict, is_integer)
     if _is_number(step := schema.get("multipleOf")):
         _fraction(f"{place}/multipleOf", step)
         schema["multipleOf"] = _kept(f"{place}/multipleOf", step)
@@ -235,12 +242,40 @@ def _integer(place: str, number: _Number, rounding: str) -> int:
     return int(number.to_integral_value(rounding))
 
 
-def _kept_bound(place: str, bound: _Number, is_strict: bool, is_highest: bool) -> int | float:
-    if is_highest and not is_strict:
-        return _INT64 - 1  # rounded up, and then the library's largest integer; the library refuses it for other numbers
-    if _size(bound) >= _INT64 or (is_strict and _size(bound) >= _UNIT):
+def _kept_bound(place: str, bound: _Number, is_strict: bool, is_integer: bool) -> int | float:
+    if is_integer and bound == _INT64 - 1 and not is_strict and place.endswith("/maximum"):
+        return _INT64 - 1  # rounded up, and then the library's largest integer
+    # The library writes the bounds of other numbers with the fewest digits that identify the float.
+    is_rewritten = not is_integer and _size(bound) >= _UNIT and Decimal(repr(float(bound))) != bound
+    if _size(bound) >= _INT64 or (is_strict and _size(bound) >= _UNIT) or is_rewritten:
         raise ValueError(f"{place}: {_shown(bound)} is too large: the range cannot be kept exactly")
     return _kept(place, bound)
+
+
+def _keep_open_ends(document: _Document) -> None:
+    """Replace an exclusive bound of 0, or refuse another whole one, if a bound that may be combined with it is less than 1 away.
+
+    The library would include it: `{"exclusiveMinimum": 0, "maximum": 0.5}` would allow 0.
+    """
+    may_combine = any(key in schema for _, schema in document.schemas for key in _COMBINE)
+    for place, schema in document.schemas:
+        others = [other for _, other in document.schemas] if may_combine else [schema]
+        for (inclusive, exclusive), ends, sign in ((_LOWER, _UPPER, 1), (_UPPER, _LOWER, -1)):
+            is_flag = schema.get(exclusive) is True
+            strict = schema.get(inclusive if is_flag else exclusive)
+            if not _is_real(strict) or strict != int(strict):
+                continue
+            if not any(_is_real(end := other.get(key)) and 0 < sign * (end - strict) < 1 for other in others for key in ends):
+                continue
+            if strict != 0:
+                raise ValueError(f"{place}/{exclusive}: {strict} cannot be excluded beside a bound that is less than 1 away")
+            del schema[exclusive]
+            own = schema.get(inclusive)
+            schema[inclusive] = sign * max(_BESIDE_ZERO, sign * own if _is_real(own) else 0)
+
+
+def _is_real(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _kept(place: str, number: _Number) -> int | float:

@@ -35,6 +35,12 @@ REFUSED = [
         '{"$schema":"http://json-schema.org/draft-04/schema#","maximum":9007199254740992,"exclusiveMaximum":true}',
         "#/maximum: 9007199254740992",
     ),
+    ('{"type":"number","minimum":-4611686018427387904,"maximum":5}', "#/minimum: -4611686018427387904"),
+    ('{"anyOf":[{"maximum":4611686018427387904},{"type":"null"}]}', "#/anyOf/0/maximum: 4611686018427387904"),
+    ('{"type":"integer","minimum":1000000000000000000}', "#/minimum: 1000000000000000000"),
+    ('{"items":{"type":"number","exclusiveMaximum":-1e18}}', "#/items/exclusiveMaximum: -1E+18"),
+    ('{"type":"number","exclusiveMinimum":1,"maximum":1.5}', "#/exclusiveMinimum: 1"),
+    ('{"allOf":[{"exclusiveMaximum":-3},{"minimum":-3.25,"type":"number"}]}', "#/allOf/0/exclusiveMaximum: -3"),
     ('{"multipleOf":0.07}', "#/multipleOf: 0.07"),
     (
         r'{"type":"object","properties":{"a":{"type":"string","pattern":"^\\x01$"}},"required":["a"],"additionalProperties":{"type":"null"}}',
@@ -72,6 +78,21 @@ KEPT: list[tuple[str, list[str], list[str]]] = [
     ),
     ('{"type":"integer","maximum":9223372036854775807}', ["9223372036854775807"], ["9223372036854775808"]),
     ('{"type":"integer","exclusiveMaximum":9223372036854775808}', ["9223372036854775807"], ["9223372036854775808"]),
+    ('{"type":"number","exclusiveMinimum":0,"maximum":0.5}', ["0.5", "0.01"], ["0", "0.0", "-0", "0.51"]),
+    ('{"type":"number","exclusiveMinimum":0,"minimum":0.25,"exclusiveMaximum":0.5}', ["0.25", "0.4"], ["0", "0.1", "0.5"]),
+    ('{"minimum":-0.25,"exclusiveMaximum":-0.0}', ["-0.25", "-0.001"], ["0", "-0", "-0.0", "-0.3"]),
+    (
+        '{"type":"number","allOf":[{"exclusiveMinimum":0},{"$ref":"#/$defs/a"}],"$defs":{"a":{"maximum":0.5}}}',
+        ["0.5", "0.01"],
+        ["0", "1"],
+    ),
+    (
+        '{"$schema":"http://json-schema.org/draft-04/schema#","type":"number","minimum":0,"exclusiveMinimum":true,"maximum":0.5}',
+        ["0.5", "0.01"],
+        ["0", "1"],
+    ),
+    ('{"type":"number","exclusiveMinimum":0,"maximum":1}', ["1", "0.01"], ["0", "0.0"]),
+    ('{"type":"number","minimum":1000000000000000000,"maximum":2000000000000000000}', ["1" + "0" * 18], ["9" * 18]),
     ('{"type":"integer","minimum":0.1000000000000000055,"exclusiveMaximum":3.0}', ["1", "2"], ["0", "3"]),
     ('{"type":["integer","null"],"maximum":-0.5,"exclusiveMinimum":-3}', ["-1", "-2", "null"], ["0", "-3"]),
     (
@@ -164,7 +185,10 @@ KEPT: list[tuple[str, list[str], list[str]]] = [
 
 @pytest.mark.parametrize(("text", "good", "bad"), KEPT)
 def test_texts_match_as_parsers_read_them(text, good, bad):
-    """A key under another spelling, or a second time, escaped its schema; bounds beside floats moved by one."""
+    """A key under another spelling, or a second time, escaped its schema; bounds beside floats moved by one.
+
+    An exclusive 0 was allowed if the other bound was less than 1 away.
+    """
     matcher = matcher_of(text)
     assert [one for one in good if not accepts(matcher, one)] == []
     assert [one for one in bad if accepts(matcher, one)] == []
