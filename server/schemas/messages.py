@@ -78,7 +78,7 @@ class TemplateOptions(Strict):
     continue_final_message: bool | None = Field(None, description="End inside the last message, which the answer continues.")
     add_special_tokens: bool | None = Field(
         None,
-        description="Add the special tokens that the model expects around a text; default false with messages: templates add them.",
+        description="Add the special tokens that the model expects around a text; default false with messages.",
     )
     tools: Tools | None = Field(None, description="Functions that the model may call, as the chat template shows them.")
     chat_template: Annotated[object, Neutral()] = None

@@ -38,10 +38,10 @@ class Struck(GrammarProcess):
 
     number: int = signal.SIGKILL
 
-    def _ask(self, question: VocabularySource | Grammar, limit_s: float, stall_s: float) -> None:
-        if question == ENDLESS:
+    def _exchange(self, request: VocabularySource | Grammar, limit_s: float, stall_s: float) -> None:
+        if request == ENDLESS:
             threading.Timer(0.3, os.kill, (pid_of(self), self.number)).start()
-        super()._ask(question, limit_s, stall_s)
+        super()._exchange(request, limit_s, stall_s)
 
 
 @pytest.fixture
