@@ -39,7 +39,7 @@ def _sampled(sampled: SampledReport, level: float) -> Iterator[str]:
             f"{test.p_value:>10.2g}{test.detectable(level):>8.3f}  {_verdict(test.p_value >= level)}"
         )
     support = sampled.support
-    found = f"{support.num_mismatch} found, {support.num_near_tie} at the edge of the support"
+    found = f"{support.num_mismatch} found, {support.num_near_tie} at the support's edge"
     yield f"    {'impossible tokens':<28}{support.num_tokens:>8}  {found:<34}  {_verdict(not support.num_mismatch)}"
 
 

@@ -502,7 +502,7 @@ async def test_more_choices_than_an_idle_engine_takes_are_refused_for_good():
         too_many = await client.post("/v1/completions", json=completion(n=6))
         fits = await client.post("/v1/completions", json=completion(n=5))
     assert (too_many.status_code, too_many.json()["error"]["param"], fits.status_code) == (400, "n", 200)
-    assert "at most 5 are given" in too_many.json()["error"]["message"]
+    assert "the limit is 5" in too_many.json()["error"]["message"]
 
 
 async def test_what_does_not_fit_is_context_length_exceeded():

@@ -227,11 +227,11 @@ def told_without_the_end(self, detokenizer):
 
 
 def heard_once(self, logprobs):
-    self._heard = self._heard or list(logprobs)
+    self._logprobs = self._logprobs or list(logprobs)
 
 
 def scored_from_the_first(self, detokenizer):
-    self._heard = self._heard[1:] + self._heard[:1]
+    self._logprobs = self._logprobs[1:] + self._logprobs[:1]
     return _TOLD(self, detokenizer)
 
 
@@ -239,7 +239,7 @@ _TOLD = PromptEcho.echo
 
 
 @pytest.mark.parametrize(
-    ("name", "mutant"), [("echo", told_without_the_end), ("hear", heard_once), ("echo", scored_from_the_first)]
+    ("name", "mutant"), [("echo", told_without_the_end), ("add_logprobs", heard_once), ("echo", scored_from_the_first)]
 )
 async def test_logprobs_kill(name, mutant, monkeypatch):
     monkeypatch.setattr(PromptEcho, name, mutant)

@@ -132,7 +132,7 @@ def test_examples_that_were_made_differently_are_not_joined(work, tmp_path, monk
     ("setting", "words"),
     [
         ({"drafter": "none", "head": None}, "nothing to choose without a drafter"),
-        ({"expansion": "heap.8", "largest_expansion": "heap.16"}, "delayed trees alone"),
+        ({"expansion": "heap.8", "largest_expansion": "heap.16"}, "only delayed trees"),
     ],
 )
 def test_what_cannot_be_collected_is_refused_in_words(setting, words, work, tmp_path, capsys):
