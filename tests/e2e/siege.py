@@ -24,7 +24,7 @@ _NUM_DESCRIPTORS = 1024  # of the server
 _AT_ONCE = 50  # connections that are opened without a pause
 _SLOW_S = 0.5  # between two bytes of a slow body
 _HEALTH_S = 0.2  # between two requests for /health
-_LIMIT_S = 300.0
+_LIMIT_S = 180.0  # of all of it: a server that is stopped accepts no connection
 _FLAGS = ("--drafter", "ngram", "--policy", "fixed", "--max-running", "64", "--max-model-len", "512", "--spare-worker", "false")
 MOST_HEALTH_S, MOST_KIB, MOST_LOG_BYTES = 1.0, 64 * 1024.0, 1 << 20
 
@@ -181,7 +181,7 @@ def besieged(folder: Path, plan: Plan) -> Siege:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
     try:
         with running_server(folder / "log", "--model", model, "--model-name", "tiny", *_FLAGS, program=program) as server:
-            return asyncio.run(besiege(server, folder / "log", plan))
+            return asyncio.run(asyncio.wait_for(besiege(server, folder / "log", plan), _LIMIT_S))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
