@@ -112,7 +112,7 @@ async def test_on_loopback_no_other_name_is_answered(address: str, host: str, is
 
 @pytest.mark.parametrize("address", ["LOCALHOST", "127.1", "127.0.0.2", "0x7f000001", "::ffff:127.0.0.1", "machine.test"])
 async def test_loopback_is_known_however_it_is_written(address: str, monkeypatch: pytest.MonkeyPatch):
-    """The bug: any name was answered where the setting `host` was a loopback address in other words, such as LOCALHOST or 127.1."""
+    """The bug: any name was answered where the setting `host` was a loopback address in other words, as 127.1."""
     resolve = socket.getaddrinfo
     of_machine = {"machine.test": "127.0.1.1"}  # as /etc/hosts of Debian has it
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: resolve(of_machine.get(host, host), *rest, **more))

@@ -105,7 +105,8 @@ async def _slow(port: int) -> None:
 
 
 async def _open_silent(port: int, num_silent: int) -> list[asyncio.BaseTransport]:
-    loop, opened = asyncio.get_running_loop(), []
+    loop = asyncio.get_running_loop()
+    opened: list[asyncio.BaseTransport] = []
     for first in range(0, num_silent, _AT_ONCE):
         count = min(_AT_ONCE, num_silent - first)
         found = await asyncio.gather(*(loop.create_connection(_Silent, "127.0.0.1", port) for _ in range(count)))
