@@ -24,7 +24,7 @@ from server.assembly import preload, served_engine
 from server.http.auth import OPEN_PATHS, ApiKeyGate
 from server.http.browsers import HostGate, OriginGate
 from server.http.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
-from server.http.hosts import is_loopback
+from server.http.hosts import is_bound_to_loopback
 from server.http.logs import configure_logging
 from server.http.middleware import BodyLimit, ErrorBoundary, HeadAsGet, HeaderLimit, RequestContext
 from server.http.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
@@ -106,7 +106,9 @@ def _add_layers(app: FastAPI, runtime: Runtime, pages: frozenset[str], paths_of_
             expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry", IGNORED_HEADER, *RATE_HEADERS],
         )
     app.add_middleware(OriginGate, origins=settings.cors_origins, pages=pages)
-    if settings.allowed_hosts or is_loopback(settings.host):
+    if is_bound_to_loopback(settings.host):
+        app.add_middleware(HostGate, names=(*settings.allowed_hosts, settings.host))
+    elif settings.allowed_hosts:
         app.add_middleware(HostGate, names=settings.allowed_hosts)
     app.add_middleware(ErrorBoundary)
     if settings.otlp_endpoint is not None:

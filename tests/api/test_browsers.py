@@ -1,9 +1,11 @@
 """Pages of other origins are refused before their bodies are read; names of other sites do not stand for this machine."""
 
 import json
+import socket
 
 import pytest
 
+from server.http.hosts import is_bound_to_loopback
 from tests.api.harness import completion, in_process, make_app
 from tests.fake_engine import FakeEngine
 
@@ -106,6 +108,22 @@ async def test_on_loopback_no_other_name_is_answered(address: str, host: str, is
         answer = await client.post(URL, json=completion(), headers={"Host": host, "Origin": f"http://{host}"})
         assert answer.status_code == (200 if is_known else 400)
         assert is_known or answer.json()["error"]["code"] == "unknown_host"
+
+
+@pytest.mark.parametrize("address", ["LOCALHOST", "127.1", "127.0.0.2", "0x7f000001", "::ffff:127.0.0.1", "machine.test"])
+async def test_loopback_is_known_however_it_is_written(address: str, monkeypatch: pytest.MonkeyPatch):
+    """The bug: any name was answered where the setting `host` was a loopback address in other words, as 127.1."""
+    resolve = socket.getaddrinfo
+    of_machine = {"machine.test": "127.0.1.1"}  # as /etc/hosts of Debian has it
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: resolve(of_machine.get(host, host), *rest, **more))
+    async with in_process(FakeEngine(), host=address) as client:
+        for host, status in (("page.test", 400), ("localhost:8000", 200), (address if ":" not in address else "[::1]", 200)):
+            assert (await client.get("/live", headers={"Host": host})).status_code == status
+
+
+@pytest.mark.parametrize("address", ["", "0.0.0.0", "::", "10.0.0.1", "no-such-name.invalid"])
+def test_other_addresses_are_no_loopback(address: str):
+    assert not is_bound_to_loopback(address)
 
 
 async def test_more_names_are_answered_where_set():

@@ -23,7 +23,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         return "no such model" if settings.model == "broken" else None
 
     monkeypatch.setattr("server.process.serve", serve)
-    monkeypatch.setattr(server.cli, "configure_logging", lambda level, form: None)
+    monkeypatch.setattr(server.cli.main, "configure_logging", lambda level, form: None)
     return calls
 
 

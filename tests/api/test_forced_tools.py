@@ -27,6 +27,8 @@ from tests.api.harness import chat, data_of, in_process
 from tests.api.test_tools import URL, streamed, without_ids
 from tests.tokenizers_for_tests import calling
 
+JSON = {"content-type": "application/json"}
+
 V = 402  # tokens of `calling` with markup of its own
 LIMITS = SchedulerConfig(num_slots=4096, max_model_len=1024)
 SCHEMA = {
@@ -162,8 +164,8 @@ async def test_numbers_of_arguments_are_not_rounded(number: str):
     tools = f'"tools":[{{"type":"function","function":{{"name":"f","parameters":{parameters}}}}}]'
     async with _served(False) as client:
         forced = f"{json.dumps(chat(tool_choice='required'))[:-1]},{tools}}}"
-        response = await client.post(URL, content=forced)
+        response = await client.post(URL, content=forced, headers=JSON)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
         assert f"#/properties/id/enum/0/0: {number}" in response.json()["error"]["message"]
         free = f"{json.dumps(chat(max_tokens=2))[:-1]},{tools}}}"
-        assert (await client.post(URL, content=free)).status_code == 200
+        assert (await client.post(URL, content=free, headers=JSON)).status_code == 200

@@ -24,6 +24,8 @@ from tests.api.harness import MODEL, chat, completion, data_of, in_process, unti
 from tests.fake_engine import FakeEngine
 from tests.model.grammars import tokenizer, vocabulary
 
+JSON = {"content-type": "application/json"}
+
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "boolean"}}, "required": ["b", "a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": False}}
 NAMED = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA, separators=(",", ":")))
@@ -229,7 +231,7 @@ async def test_numbers_of_schemas_are_not_rounded(number: str):
         for name, field in fields.items():
             param = name if name == "response_format" else "structured_outputs"
             body = f'{json.dumps(completion(max_tokens=3))[:-1]},"{param}":{field}}}'
-            told, message = refused(await client.post("/v1/completions", content=body))
+            told, message = refused(await client.post("/v1/completions", content=body, headers=JSON))
             assert (told, f"{AT_ID}{written}" in message) == (param, True), message
         assert (await post(client, structured_outputs={"json": json.loads(schema.replace(number, "0.1"))})).status_code == 200
     assert len(engine.requests) == 1
@@ -239,4 +241,4 @@ async def test_a_decimal_of_an_annotation_is_no_error():
     """Digits that only a description has change nothing."""
     body = f'{json.dumps(completion(max_tokens=3))[:-1]},"structured_outputs":{{"json":{{"default":{FINE},"type":"null"}}}}}}'
     async with in_process(fake()) as client:
-        assert (await client.post("/v1/completions", content=body)).status_code == 200
+        assert (await client.post("/v1/completions", content=body, headers=JSON)).status_code == 200

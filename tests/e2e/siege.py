@@ -24,7 +24,7 @@ _NUM_DESCRIPTORS = 1024  # of the server
 _AT_ONCE = 50  # connections that are opened without a pause
 _SLOW_S = 0.5  # between two bytes of a slow body
 _HEALTH_S = 0.2  # between two requests for /health
-_LIMIT_S = 300.0
+_LIMIT_S = 180.0  # of all of it: a server that is stopped accepts no connection
 _FLAGS = ("--drafter", "ngram", "--policy", "fixed", "--max-running", "64", "--max-model-len", "512", "--spare-worker", "false")
 MOST_HEALTH_S, MOST_KIB, MOST_LOG_BYTES = 1.0, 64 * 1024.0, 1 << 20
 
@@ -105,7 +105,8 @@ async def _slow(port: int) -> None:
 
 
 async def _open_silent(port: int, num_silent: int) -> list[asyncio.BaseTransport]:
-    loop, opened = asyncio.get_running_loop(), []
+    loop = asyncio.get_running_loop()
+    opened: list[asyncio.BaseTransport] = []
     for first in range(0, num_silent, _AT_ONCE):
         count = min(_AT_ONCE, num_silent - first)
         found = await asyncio.gather(*(loop.create_connection(_Silent, "127.0.0.1", port) for _ in range(count)))
@@ -181,7 +182,7 @@ def besieged(folder: Path, plan: Plan) -> Siege:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
     try:
         with running_server(folder / "log", "--model", model, "--model-name", "tiny", *_FLAGS, program=program) as server:
-            return asyncio.run(besiege(server, folder / "log", plan))
+            return asyncio.run(asyncio.wait_for(besiege(server, folder / "log", plan), _LIMIT_S))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

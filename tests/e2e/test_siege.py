@@ -7,7 +7,11 @@ import pytest
 
 from tests.e2e.siege import Plan, Siege, besieged
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of connections that the server has closed
+]
 
 _BUSY_S = 10.0  # on a machine that runs other tests too /health may take longer than the program allows
 

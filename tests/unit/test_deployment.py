@@ -177,6 +177,16 @@ def test_compose_has_no_default_keys():
     assert _compose()["secrets"][secret["source"]] == {"environment": "LATEBRANCH_SCRAPE_KEY"}
 
 
+@pytest.mark.parametrize("wanted", ["", "api.test", "api.test,other.test"])
+def test_more_hosts_leave_prometheus_its_own(wanted: str):
+    """The bug: a host name in `.env` took the place of `server`, and every scrape was answered 400."""
+    template = _compose()["services"]["server"]["environment"]["LATEBRANCH_ALLOWED_HOSTS"]
+    hosts = load_settings(None, {"allowed_hosts": template.replace("${LATEBRANCH_ALLOWED_HOSTS:-}", wanted)}).allowed_hosts
+    assert hosts == ("server", *filter(None, wanted.split(",")))
+    job = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][0]
+    assert job["static_configs"][0]["targets"][0].partition(":")[0] in hosts
+
+
 def test_keys_of_the_script_are_keys_of_the_compose_file(tmp_path: Path):
     (tmp_path / "deploy").mkdir()
     script = shutil.copy(ROOT / "deploy" / "keys.sh", tmp_path / "deploy")
