@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, InvalidOperation
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import comb, gcd, isfinite
 from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
@@ -123,6 +123,7 @@ class _Document:
                 pointers += [(schema[key], resource) for key in _REFERENCES if isinstance(schema.get(key), str)]
             if not waiting:
                 for reference, around in pointers:
+                    _require_schema_place(reference)
                     for start in [around] if reference.startswith("#") else resources:
                         target = _pointed_at(start, reference.partition("#")[2])
                         waiting += [] if id(target) in seen or not isinstance(target, dict) else [(reference, target, start)]
@@ -138,6 +139,13 @@ def _subschemas(place: str, schema: _Schema) -> Iterator[tuple[str, Any]]:
             yield from ((f"{place}/{key}/{at}", item) for at, item in enumerate(value))
         elif key in _HOLD_MAPS and isinstance(value, dict):
             yield from ((f"{place}/{key}/{name}", item) for name, item in value.items())
+
+
+def _require_schema_place(reference: str) -> None:
+    """Raise ValueError for a reference into an instance, which is not rewritten as a schema."""
+    tokens = unquote(reference.partition("#")[2]).split("/")
+    if any(token in ("const", "enum") and before not in _HOLD_MAPS for before, token in pairwise(tokens)):
+        raise ValueError(f"{reference}: a reference into const or enum is not supported")
 
 
 def _pointed_at(start: _Schema, pointer: str) -> Any:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -48,6 +49,7 @@ class GrammarProcess:
     def __init__(self) -> None:
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
+        self._sender: threading.Thread | None = None
         self._is_closed = False
 
     def check(self, source: VocabularySource, grammar: Grammar) -> None:
@@ -99,7 +101,9 @@ class GrammarProcess:
         """Send a request and wait for the reply: the reason why it was refused, or None. Raise BadGrammar with the reason."""
         assert self._pipe is not None
         try:
-            self._pipe.send(request)
+            # A vocabulary is larger than the pipe, and a process that has stopped does not read it.
+            self._sender = threading.Thread(target=_send, args=(self._pipe, request), name="grammar-sender", daemon=True)
+            self._sender.start()
             self._wait(limit_s, stall_s)
             reason = self._pipe.recv()
         except (EOFError, OSError) as error:
@@ -138,8 +142,16 @@ class GrammarProcess:
         assert pipe is not None
         process.kill()
         process.join(_JOIN_S)
+        if self._sender is not None:
+            self._sender.join(_JOIN_S)  # its pipe is broken
         pipe.close()
         return process.exitcode
+
+
+def _send(pipe: Connection, question: VocabularySource | Grammar) -> None:
+    """Send a question; if the process is gone, the wait for its answer says so."""
+    with suppress(OSError):
+        pipe.send(question)
 
 
 def _processor_s(pid: int | None) -> float:

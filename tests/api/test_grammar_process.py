@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -116,6 +117,23 @@ def test_a_start_that_fails_is_no_bad_grammar(process: GrammarProcess, monkeypat
     monkeypatch.setattr(grammar_process, "_START_S", 0.0)
     with pytest.raises(GrammarProcessFailed, match="does not start"):
         process.check(SOURCE, SMALL)
+
+
+def test_a_process_that_stops_while_it_starts_fails(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch):
+    """A vocabulary larger than the pipe was sent to a stopped process for ever, and every later grammar waited behind it."""
+    monkeypatch.setattr(grammar_process, "_START_STALL_S", 1.0)
+    large = replace(SOURCE, tokenizer_json=SOURCE.tokenizer_json + " " * (1 << 22))
+    ask = process._ask
+
+    def stop_and_ask(question: VocabularySource | Grammar, limit_s: float, stall_s: float) -> None:
+        os.kill(pid_of(process), signal.SIGSTOP)
+        ask(question, limit_s, stall_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_ask", stop_and_ask)
+        with pytest.raises(GrammarProcessFailed, match="does not start"):
+            process.check(large, SMALL)
+    process.check(large, SMALL)
 
 
 def test_a_closed_process_is_not_replaced(monkeypatch: pytest.MonkeyPatch):
