@@ -148,10 +148,10 @@ class GrammarProcess:
         return process.exitcode
 
 
-def _send(pipe: Connection, question: VocabularySource | Grammar) -> None:
-    """Send a question; if the process is gone, the wait for its answer says so."""
+def _send(pipe: Connection, request: VocabularySource | Grammar) -> None:
+    """Send a request. If the process is gone, the wait for its reply fails."""
     with suppress(OSError):
-        pipe.send(question)
+        pipe.send(request)
 
 
 def _processor_s(pid: int | None) -> float:

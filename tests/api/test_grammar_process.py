@@ -123,14 +123,14 @@ def test_a_process_that_stops_while_it_starts_fails(process: GrammarProcess, mon
     """A vocabulary larger than the pipe was sent to a stopped process for ever, and every later grammar waited behind it."""
     monkeypatch.setattr(grammar_process, "_START_STALL_S", 1.0)
     large = replace(SOURCE, tokenizer_json=SOURCE.tokenizer_json + " " * (1 << 22))
-    ask = process._ask
+    exchange = process._exchange
 
-    def stop_and_ask(question: VocabularySource | Grammar, limit_s: float, stall_s: float) -> None:
+    def stop_and_send(question: VocabularySource | Grammar, limit_s: float, stall_s: float) -> None:
         os.kill(pid_of(process), signal.SIGSTOP)
-        ask(question, limit_s, stall_s)
+        exchange(question, limit_s, stall_s)
 
     with monkeypatch.context() as patch:
-        patch.setattr(process, "_ask", stop_and_ask)
+        patch.setattr(process, "_exchange", stop_and_send)
         with pytest.raises(GrammarProcessFailed, match="does not start"):
             process.check(large, SMALL)
     process.check(large, SMALL)

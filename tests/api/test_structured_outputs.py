@@ -112,7 +112,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", ""),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "ignore_eos"),
     ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "min_tokens"),
-    ({"response_format": {"type": "json_object"}, "allowed_token_ids": [5]}, "response_format", "ends a text"),
+    ({"response_format": {"type": "json_object"}, "allowed_token_ids": [5]}, "response_format", "no end token"),
     ({"guided_regex": "a"}, "guided_regex", ""),
     ({"structured_outputs": {"json": ENDLESS}}, "structured_outputs", "longer than"),
     ({"structured_outputs": {"regex": ")"}}, "structured_outputs", "unopened group"),
