@@ -25,7 +25,7 @@ from engine.core.tree import Expansion, TokenTree, parse_expansion
 from engine.core.verifier_table import VERIFIER_NAMES
 from engine.utils.progress_bar import progress_bar
 from engine.verify.forest import Forest
-from engine.verify.rules import create_verifier
+from engine.verify.registry import create_verifier
 
 
 @dataclass(frozen=True)

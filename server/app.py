@@ -19,7 +19,7 @@ from engine.weights.pretrained import load_config
 from engine.worker.client import WorkerClient
 from engine.worker.crash_dump import CrashDumps
 from engine.worker.process import ProcessLauncher
-from engine.worker.supervision import Supervision
+from engine.worker.restart_limits import Supervision
 from server.assembly import preload, served_engine
 from server.http.auth import OPEN_PATHS, ApiKeyGate
 from server.http.browsers import HostGate, OriginGate

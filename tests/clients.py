@@ -18,7 +18,7 @@ from engine.worker.engine_loop import EngineFactory
 from engine.worker.inprocess import InProcessEngine
 from engine.worker.process import ProcessLauncher
 from engine.worker.request_table import TokenEventStream
-from engine.worker.supervision import Supervision
+from engine.worker.restart_limits import Supervision
 from tests.counting_engine import build_counting
 
 # A busy machine may take minutes to start a process.

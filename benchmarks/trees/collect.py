@@ -23,7 +23,7 @@ from engine.engine import Engine
 from engine.profiling.counterfactual import Counterfactual, Point, TreeSpec
 from engine.utils.progress_bar import progress_bar
 from engine.verify.coupled import judge_greedy
-from engine.verify.rules import create_verifier
+from engine.verify.registry import create_verifier
 from engine.verify.verdict import Verdict, Verifier
 
 Prompts = Mapping[str, Sequence[tuple[int, ...]]]

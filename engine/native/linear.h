@@ -9,7 +9,7 @@
 //   compact   [block][input / 32][record]  4, 6 or 8 bits (compact.h), a scale for each output; inputs padded to 32
 //
 // In int8 a row is rounded to 15 bits by its own largest magnitude, and multiplied with the weights exactly, in
-// integers. rounded_avx512.h and rounded_avx2.h implement this.
+// integers. int8_avx512.h and int8_avx2.h implement this.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -113,10 +113,10 @@ inline int even_share(int left, int most) {
 
 #ifdef __AVX512F__
 #include "compact_avx512.h"
-#include "rounded_avx512.h"
+#include "int8_avx512.h"
 #else
 #include "compact_avx2.h"
-#include "rounded_avx2.h"
+#include "int8_avx2.h"
 #endif
 
 namespace latebranch {

@@ -27,7 +27,7 @@ from engine.utils.host_transfer import integers, rows_to_host
 from engine.verify.coupled import Coupled, judge_coupled_natively, judge_greedy
 from engine.verify.errors import InvalidDistributionError
 from engine.verify.forest import Forest
-from engine.verify.rules import create_verifier
+from engine.verify.registry import create_verifier
 from engine.verify.verdict import Verdict, VerificationFailure, Verifier
 
 _logger = logging.getLogger(__name__)

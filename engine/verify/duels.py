@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from engine.verify.local_plans import NodeFamilies
 from engine.verify.one_token import SelectedDraw
-from engine.verify.plans import NodeFamilies
 from engine.verify.rebalance import rebalanced
 from engine.verify.selections import inverse_permutation
 

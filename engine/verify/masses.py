@@ -24,7 +24,7 @@ from engine.verify.directions import AcceptanceProbs, Direction
 from engine.verify.faults import check_probs, check_trees, distribution_sums
 from engine.verify.forest import Forest
 from engine.verify.layout import Layout, TreeLevel, build_layout, chunks, rows_at_once
-from engine.verify.plans import LocalPlan, NodeFamilies
+from engine.verify.local_plans import LocalPlan, NodeFamilies
 from engine.verify.verdict import Verdict
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from engine.core.tree import TokenTree
-from engine.verify.plans import AcceptanceSplit, NodeFamilies, clear_tries_, split_by_shares
+from engine.verify.local_plans import AcceptanceSplit, NodeFamilies, clear_tries_, split_by_shares
 
 
 class Decided(NamedTuple):

@@ -7,8 +7,8 @@ the number of draws.
 import torch
 from torch import Tensor
 
+from engine.verify.local_plans import NodeFamilies
 from engine.verify.one_token import SelectedDraw, one_hot
-from engine.verify.plans import NodeFamilies
 
 
 class FirstDraw:

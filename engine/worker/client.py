@@ -19,9 +19,9 @@ from engine.worker.crash_dump import CrashDumps, WorkerDeath
 from engine.worker.messages import Abort, Add, Command, Ready, StepResult, WorkerEvent, encode_message
 from engine.worker.recovery import Recovery
 from engine.worker.request_table import MAX_RETRY_S, RequestTable, TokenEventStream, clamped_retry_s
+from engine.worker.restart_limits import DeathRecord, Supervision
 from engine.worker.stats_listeners import StatsListener, StatsListeners
 from engine.worker.step_log import StepNote
-from engine.worker.supervision import DeathRecord, Supervision
 
 _logger = logging.getLogger(__name__)
 

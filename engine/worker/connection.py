@@ -17,8 +17,8 @@ import zmq
 import zmq.asyncio
 
 from engine.worker.messages import Addresses, Failed, Shutdown, WorkerEvent, decode_event, encode_message
+from engine.worker.restart_limits import Supervision
 from engine.worker.step_log import StepNote, last_note
-from engine.worker.supervision import Supervision
 
 _logger = logging.getLogger(__name__)
 

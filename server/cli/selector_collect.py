@@ -173,7 +173,7 @@ class Collector:
     def __init__(self, engine: "Engine", settings: Settings, design: Design, seed: int) -> None:
         from engine.core.verifier_table import is_exact
         from engine.profiling.counterfactual import Counterfactual
-        from engine.verify.rules import create_verifier
+        from engine.verify.registry import create_verifier
         from selector.acceptance import CountedAcceptance
         from selector.menu import menu_of
 

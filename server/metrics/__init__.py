@@ -7,7 +7,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from engine.core.service import EngineHealth
 from server.metrics.audit import AuditMetrics
-from server.metrics.families import Families
+from server.metrics.constructors import Families
 from server.metrics.health import HealthCollector
 from server.metrics.http import HttpMetrics
 from server.metrics.keys import KeyMetrics

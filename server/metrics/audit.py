@@ -3,7 +3,7 @@
 from itertools import product
 
 from engine.core.types import StepStats
-from server.metrics.families import Families
+from server.metrics.constructors import Families
 
 # The names of engine.audit, which imports torch; a test compares them.
 _CHECKS = ("greedy", "coupled", "sampled")

@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.core.service import EngineHealth, EngineState
-from server.metrics.families import ENGINE, LABELS
+from server.metrics.constructors import ENGINE, LABELS
 
 
 class HealthCollector(Collector):

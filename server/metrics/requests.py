@@ -9,7 +9,7 @@ from collections.abc import Callable
 from engine.core.types import ErrorCode, FinishReason, TokenEvent
 from server.http.time_limits import DEADLINE_EXCEEDED, FIRST_TOKEN_LATE
 from server.http.tracing import SampleTimes
-from server.metrics.families import (
+from server.metrics.constructors import (
     FIRST_TOKEN_BUCKETS,
     REQUEST_BUCKETS,
     SAMPLES_BUCKETS,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from engine.core.config import BLOCK_TOKENS
 from engine.core.service import EngineHealth, EngineState
 from engine.core.types import STAGES, DraftSource, ModelInfo, StepStats
-from server.metrics.families import ITERATION_BUCKETS, PHASE_BUCKETS, Families
+from server.metrics.constructors import ITERATION_BUCKETS, PHASE_BUCKETS, Families
 
 _MAX_EXPANSION_LABELS = 64
 _OTHER = "other"

@@ -21,7 +21,7 @@ from engine.core.types import ErrorCode, Request, TokenEvent
 from engine.worker.client import WorkerClient
 from engine.worker.messages import Heartbeat, StepResult, WorkerEvent
 from engine.worker.process import ProcessLauncher
-from engine.worker.supervision import Supervision
+from engine.worker.restart_limits import Supervision
 from tests.clients import submitted
 from tests.e2e.chaos_cast import Cast, Outcome, leaves_after, outcome_of, reads_slowly, undisturbed
 

@@ -21,11 +21,13 @@ from engine.core.types import FinishReason, SamplingParams, TokenEvent
 from engine.draft.trees import sampling as children
 from engine.sampling.distributions import warped_probs
 from engine.testing import ProbsAfter, table_module, table_pair, tiny_engine
-from engine.verify import coupled, masses, plans, rules
+from engine.verify import coupled, masses
+from engine.verify import local_plans as plans
+from engine.verify import registry as rules
 from engine.verify.directions import BottomUp
 from engine.verify.first_path import FirstPath
+from engine.verify.local_plans import WithoutReplacement
 from engine.verify.masses import TwoPhase
-from engine.verify.plans import WithoutReplacement
 from engine.verify.verdict import Verdict
 from tests.model.tiny import own_module, pair
 from tests.model.verify.test_verify_mutants import SortsNothingButTriesLast

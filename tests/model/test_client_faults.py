@@ -29,8 +29,8 @@ from engine.worker.crash_dump import CrashDumps
 from engine.worker.engine_loop import EngineFactory, SteppedEngine
 from engine.worker.messages import Addresses, WorkerEvent
 from engine.worker.process import HEARTBEAT_S, ProcessLauncher, Worker
+from engine.worker.restart_limits import Supervision
 from engine.worker.step_log import StepNote
-from engine.worker.supervision import Supervision
 from server.assembly import served_engine
 from tests.clients import SWIFT, collect, end_of, patiently, running, submitted, tokens_of, until, worker_client
 from tests.counting_engine import Trick, build_counting, build_unless_marked, build_without_weights, counting_request

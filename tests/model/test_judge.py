@@ -17,7 +17,7 @@ from engine.verify import coupled
 from engine.verify import dispatch as judging
 from engine.verify.coupled import judge_greedy
 from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of
-from engine.verify.rules import create_verifier
+from engine.verify.registry import create_verifier
 from engine.verify.verdict import Verdict, VerificationFailure
 from tests.chi_square import PASSES_BELOW, z_of_counts
 from tests.model.distributions import probs_of

@@ -12,7 +12,7 @@ from engine.draft.trees.sampling import ChildCandidates
 from engine.draft.trees.strategies import Delayed
 from engine.profiling import counterfactual as lab_module
 from engine.profiling.counterfactual import Counterfactual, NestedPoint, TreeSpec
-from engine.verify.rules import create_verifier
+from engine.verify.registry import create_verifier
 from tests.model.heads import head_engine, learnt_head
 from tests.model.rows import decoding_row
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.worker.supervision import DeathRecord, Supervision
+from engine.worker.restart_limits import DeathRecord, Supervision
 
 LIMITS = Supervision(min_backoff_s=1.0, max_backoff_s=5.0, stable_s=10.0, max_failed_starts=3)
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 
 from engine.verify.directions import first_accept_probs
+from engine.verify.local_plans import LocalPlan
 from engine.verify.masses import PlannedForest
-from engine.verify.plans import LocalPlan
 from tests.enumeration import DrawnTree, Law, TinyModel, batch_of
 
 

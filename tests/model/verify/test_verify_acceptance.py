@@ -12,9 +12,9 @@ from engine.verify.directions import TopDown
 from engine.verify.duels import Duels
 from engine.verify.forest import Forest
 from engine.verify.k_seq import KSeq
+from engine.verify.local_plans import LocalPlan, NodeFamilies, TargetDraw
 from engine.verify.masses import PlannedForest
 from engine.verify.one_token import AcceptChosen, OneToken, SelectedDraw, Selection
-from engine.verify.plans import LocalPlan, NodeFamilies, TargetDraw
 from engine.verify.selections import BestRanked
 from tests.enumeration import Law, TinyModel, batch_of, delayed_trees, set_and_sample_trees
 from tests.model.verify.given import given_by

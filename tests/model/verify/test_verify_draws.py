@@ -18,7 +18,7 @@ from engine.sampling.noise import uniforms
 from engine.verify import masses
 from engine.verify.forest import Forest
 from engine.verify.masses import TwoPhase, draw, draw_one
-from engine.verify.rules import create_verifier
+from engine.verify.registry import create_verifier
 from engine.verify.verdict import Verdict
 from tests.enumeration import Batch, TinyModel, batch_of, delayed_trees
 from tests.model.verify.rules_under_test import RULES, TRAVERSAL, outcomes_of

@@ -14,9 +14,7 @@ from engine.verify.directions import BottomUp, Direction, TopDown
 from engine.verify.duels import Duels
 from engine.verify.first_path import FirstPath
 from engine.verify.k_seq import KSeq
-from engine.verify.masses import TwoPhase
-from engine.verify.one_token import AcceptChosen, OneToken, SelectedDraw, Selection
-from engine.verify.plans import (
+from engine.verify.local_plans import (
     AcceptanceSplit,
     NodeFamilies,
     WithoutReplacement,
@@ -25,6 +23,8 @@ from engine.verify.plans import (
     split_by_shares,
     split_in_order,
 )
+from engine.verify.masses import TwoPhase
+from engine.verify.one_token import AcceptChosen, OneToken, SelectedDraw, Selection
 from engine.verify.selections import BestRanked, FirstDraw
 from tests.enumeration import (
     TinyModel,

@@ -10,7 +10,7 @@ import torch
 
 from engine.core.tree import Expansion
 from engine.verify.directions import BottomUp, TopDown
-from engine.verify.plans import AcceptanceSplit, LocalPlan, NodeFamilies, WithReplacement
+from engine.verify.local_plans import AcceptanceSplit, LocalPlan, NodeFamilies, WithReplacement
 from tests.enumeration import DrawnTree, Law, TinyModel, batch_of, delayed_trees
 from tests.model.verify.given import given_by
 from tests.model.verify.rules_under_test import BLOCK, EXACT, ON_DELAYED, RULES, TRAVERSAL, outcomes_of, rule_of

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.core.verifier_table import VERIFIER_NAMES, UnknownVerifierError
-from engine.verify.rules import create_verifier
+from engine.verify.registry import create_verifier
 
 
 def test_every_name_creates_the_verifier_that_carries_it() -> None:

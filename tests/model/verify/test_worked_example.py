@@ -11,7 +11,7 @@ from engine.core.policy import FixedExpansion
 from engine.core.tree import Expansion
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.testing import tiny_engine, tiny_model
-from engine.verify import rules
+from engine.verify import registry as rules
 
 PAGE = Path(__file__).parents[3] / "docs" / "adding-a-verifier.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -8,9 +8,9 @@ from engine.verify.directions import BottomUp, Direction, TopDown
 from engine.verify.duels import Duels
 from engine.verify.first_path import FirstPath
 from engine.verify.k_seq import KSeq
+from engine.verify.local_plans import LocalPlan, TargetDraw, WithoutReplacement, WithReplacement
 from engine.verify.masses import TwoPhase
 from engine.verify.one_token import AcceptChosen, OneToken, Selection
-from engine.verify.plans import LocalPlan, TargetDraw, WithoutReplacement, WithReplacement
 from engine.verify.selections import BestRanked, FirstDraw
 from engine.verify.set_plus_sample import SetPlusSample
 from engine.verify.verdict import Verifier
