@@ -71,9 +71,10 @@ def _lines_of(path: str) -> list[str]:
         lines = [line.strip() for line in Path(path).read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {type(error).__name__}") from error
-    if not any(lines):
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
         raise ValueError(f"{path} has no API key")
-    return [line for line in lines if line]
+    return keys
 
 
 def _is_tracing_installed() -> bool:
@@ -112,7 +113,7 @@ class Settings(BaseSettings):
     )
     api_keys_file: str | None = Field(
         default=None,
-        description="File with more such keys, one per line; every user of the machine can see keys on a command line.",
+        description="File with more such keys, one per line, # for comments; every user of the machine can see keys on a command line.",
     )
     max_requests_per_minute: int | None = Field(
         default=None,

@@ -111,6 +111,17 @@ async def test_the_access_log_has_name_and_address(caplog: pytest.LogCaptureFixt
             assert (record.client, record.key) == ("127.0.0.1", name)  # type: ignore[attr-defined]
 
 
+def test_comments_of_a_key_file_open_nothing(tmp_path: Path):
+    """A key that was commented out stayed a key, of role admin, with the `#` before it."""
+    path = tmp_path / "keys"
+    path.write_text("# old:\n#OLDKEY-0123456789\nalice:use:" + "k" * 16 + "\n")
+    path.chmod(0o600)
+    assert [key.name for key in load_settings(None, {"api_keys_file": str(path)}).all_api_keys] == ["alice"]
+    path.write_text("#OLDKEY-0123456789\n")
+    with pytest.raises(SettingsError, match="has no API key"):
+        load_settings(None, {"api_keys_file": str(path)})
+
+
 def test_weak_keys_are_warned_of(tmp_path: Path):
     path = tmp_path / "keys"
     path.write_text("alice:use:" + "k" * 16 + "\n")

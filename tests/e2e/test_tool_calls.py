@@ -54,7 +54,9 @@ def calls(client: openai.OpenAI, **fields: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("choice", "law"), [("required", {"temperature": 0}), (NAMED, {"temperature": 0.7, "seed": 3})], ids=["greedy", "seeded"]
+    ("choice", "distribution"),
+    [("required", {"temperature": 0}), (NAMED, {"temperature": 0.7, "seed": 3})],
+    ids=["greedy", "seeded"],
 )
 def test_forced_calls_keep_their_schema_with_drafts_and_without(client: openai.OpenAI, choice: Any, distribution: dict[str, Any]):
     drafted = calls(client, tool_choice=choice, **distribution)

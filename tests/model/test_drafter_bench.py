@@ -293,7 +293,7 @@ def test_a_prompt_may_foretell_its_answer(tmp_path):
     assert read_prompts(file, [], 9) == {"edit": ("change this", "plain")}
     for wrong in ("edit:\n  - prediction: this\n", "edit:\n  - text: a\n    other: b\n", "edit:\n  - text: 3\n"):
         file.write_text(wrong)
-        with pytest.raises(BenchError, match="is no file of prompts"):
+        with pytest.raises(BenchError, match="is not a file of prompts"):
             load_prompts(file, [], 9)
 
 

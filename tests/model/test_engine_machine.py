@@ -44,4 +44,4 @@ def keeps_its_length(scheduler, sequence):
 def test_a_preemption_that_keeps_something_is_noticed(monkeypatch):
     monkeypatch.setattr(Scheduler, "_preempt", keeps_its_length)
     with pytest.raises((AssertionError, BaseExceptionGroup)):
-        run(EngineMachine, 30, Phase.generate)
+        run(EngineMachine, 120, Phase.generate)

@@ -40,7 +40,7 @@ async def served_choice(folder: Path, body: dict[str, Any], **settings: Any) -> 
     runtime.begin()
     try:
         await until(lambda: runtime.is_ready or runtime.fatal)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             body = {"model": str(folder), "prompt": PROMPT_IDS, "return_token_ids": True, **body}
             answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text

@@ -167,7 +167,7 @@ def long_rope_module():
 
 def test_rotary_embeddings_that_depend_on_the_batch_are_refused():
     """They passed once: the check's text was short, and transformers goes by the longest position of the whole batch."""
-    with pytest.raises(UnsupportedModel, match="depend on the longest sequence"):
+    with pytest.raises(UnsupportedModel, match="depend on the longest text"):
         adopt(long_rope_module(), CPU)
 
 
