@@ -113,7 +113,7 @@ class Settings(BaseSettings):
     )
     api_keys_file: str | None = Field(
         default=None,
-        description="File with more such keys, one per line, # for comments; every user of the machine can see keys on a command line.",
+        description="File with more such keys, one per line, # for comments; all users of a machine see keys on a command line.",
     )
     max_requests_per_minute: int | None = Field(
         default=None,
