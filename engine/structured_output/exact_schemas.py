@@ -15,6 +15,8 @@ from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
 
 from engine.structured_output.ecma_patterns import rust_pattern
+from engine.structured_output.lark_schemas import with_schemas_replaced
+from engine.structured_output.string_formats import NAMED_SCHEMAS
 
 _Schema = dict[str, Any]
 _Number = int | Decimal
@@ -26,7 +28,6 @@ _HOLD_ONE = (
     *("unevaluatedItems", "unevaluatedProperties"),
 )
 _HOLD_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_HOLD_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _BASES = ("$id", "id")  # the base of pointers inside
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
@@ -42,27 +43,20 @@ _ESCAPES = 'nrbtf\\"u'  # the library's default
 _NEEDS_ESCAPE_U = "\x00-\x07\x0b\x0e-\x1f\x7f"
 _HAS_TWO_SPELLINGS = re.compile("[\x00-\x1f\x7f]")
 _EXPONENT = re.compile("([eE][+-]?)[0-9]+$")
-# Lark comments, strings, patterns and special tokens, in which %json is plain text.
-_LARK = re.compile(r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?P<json>%json\s*)""", re.DOTALL)
 
 
 def exact_schema(text: str) -> str:
     """Return a schema that the library enforces exactly; raise ValueError with the place of what it cannot enforce."""
-    decoder = json.JSONDecoder(parse_float=_decimal, parse_constant=_no_constant)
-    return _dumped(_exact(decoder.decode(text)))
+    return _dumped(_exact(_decoder().decode(text)))
 
 
 def exact_lark(text: str) -> str:
     """Return a Lark grammar with exact schemas; raise ValueError with the place of what the library cannot enforce."""
-    decoder = json.JSONDecoder(parse_float=_decimal, parse_constant=_no_constant)
-    parts, at = [], 0
-    while found := _LARK.search(text, at):
-        parts.append(text[at : found.end()])
-        at = found.end()
-        if found["json"] is not None:
-            schema, at = decoder.raw_decode(text, at)
-            parts.append(_dumped(_exact(schema)))
-    return "".join([*parts, text[at:]])
+    return with_schemas_replaced(text, lambda schema: _dumped(_exact(schema)), _decoder())
+
+
+def _decoder() -> json.JSONDecoder:
+    return json.JSONDecoder(parse_float=_decimal, parse_constant=_no_constant)
 
 
 def _dumped(schema: Any) -> str:
@@ -137,14 +131,14 @@ def _subschemas(place: str, schema: _Schema) -> Iterator[tuple[str, Any]]:
             yield f"{place}/{key}", value
         elif key in _HOLD_LISTS and isinstance(value, list):
             yield from ((f"{place}/{key}/{at}", item) for at, item in enumerate(value))
-        elif key in _HOLD_MAPS and isinstance(value, dict):
+        elif key in NAMED_SCHEMAS and isinstance(value, dict):
             yield from ((f"{place}/{key}/{name}", item) for name, item in value.items())
 
 
 def _require_schema_place(reference: str) -> None:
     """Raise ValueError for a reference into an instance, which is not rewritten as a schema."""
     tokens = unquote(reference.partition("#")[2]).split("/")
-    if any(token in ("const", "enum") and before not in _HOLD_MAPS for before, token in pairwise(tokens)):
+    if any(token in ("const", "enum") and before not in NAMED_SCHEMAS for before, token in pairwise(tokens)):
         raise ValueError(f"{reference}: a reference into const or enum is not supported")
 
 

@@ -5,21 +5,19 @@ allowed each token.
 """
 
 import json
-import re
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
 from engine.core.types import Grammar, GrammarKind
+from engine.structured_output.lark_schemas import schemas_in, with_schemas_replaced
 from engine.structured_output.string_formats import without_formats
 
 # Between two parts: nothing, a space, or a line end and an indent. The library matches it at most once at each place.
 WHITESPACE = r" |\r?\n(?: {0,40}|\t{0,20})"
 MAX_DIGITS = 24  # consecutive digits of a number: enough for every 64-bit integer and every double
 _WHITESPACE_OPTIONS = frozenset({"whitespace_flexible", "whitespace_pattern"})
-# Lark tokens that may contain %json as plain text (strings, patterns, comments, special tokens), and %json itself.
-_LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>|(%json)\s*')
 _DECODER = json.JSONDecoder()
 
 
@@ -31,18 +29,14 @@ def bounded_schema(text: str) -> str:
 
 def with_bounded_schemas(lark: str) -> str:
     """Return a Lark grammar in which the schemas have limits."""
-    parts, end = [], 0
-    for start, after, schema in _schemas_in(lark):
-        parts += [lark[end:start], json.dumps(_bounded(schema))]
-        end = after
-    return "".join([*parts, lark[end:]])
+    return with_schemas_replaced(lark, lambda schema: json.dumps(_bounded(schema)), _DECODER, skips_invalid=True)
 
 
 @lru_cache(maxsize=64)
 def most_digits(grammar: Grammar) -> int:
     """Return how many consecutive digits a number in a grammar's JSON may have: MAX_DIGITS, or more if its schema has more."""
     if grammar.kind is GrammarKind.LARK:
-        schemas = [schema for _, _, schema in _schemas_in(grammar.text)]
+        schemas = [schema for _, _, schema in schemas_in(grammar.text, _DECODER, skips_invalid=True)]
     else:
         schemas = _decoded(grammar.text)
     return max([MAX_DIGITS, *map(_width, _numbers(schemas))])
@@ -64,19 +58,6 @@ def _bounded(schema: Any) -> Any:
     if isinstance(options, dict) and not options.keys() & _WHITESPACE_OPTIONS:
         found["x-guidance"] = {**options, "whitespace_pattern": WHITESPACE}
     return found
-
-
-def _schemas_in(lark: str) -> Iterator[tuple[int, int, Any]]:
-    """Yield start, end and value of each schema in a Lark grammar; invalid JSON is left to the library."""
-    end = 0
-    while found := _LARK.search(lark, end):
-        end = found.end()
-        if found[1]:
-            try:
-                schema, end = _DECODER.raw_decode(lark, end)
-            except ValueError:
-                continue
-            yield found.end(), end, schema
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

@@ -13,7 +13,8 @@ _MAX_HOSTNAME_CHARS = 253  # RFC 1035: 255 octets with the lengths of the labels
 _MAX_LOCAL_CHARS = 64  # RFC 5321, of an address before its @
 _DAY_MINUTES = 24 * 60
 _LITERALS = frozenset({"const", "enum"})  # keywords whose values are instances, not schemas
-_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+# Keywords whose values are maps of schemas by name.
+NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def without_formats(schema: Any) -> Any:
 def _without_formats_under(keyword: str, value: Any) -> Any:
     if keyword in _LITERALS:
         return value
-    if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+    if keyword in NAMED_SCHEMAS and isinstance(value, dict):
         return {name: without_formats(schema) for name, schema in value.items()}
     return without_formats(value)
 

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope
 from server.http.errors import InvalidRequest, UnsupportedMediaType
 from server.http.unknown_fields import without_unknown
 from server.schemas.common import MAX_BIASED_TOKENS
-from server.schemas.exact_json import exactly_parsed
+from server.schemas.exact_json import with_written_floats
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def parsed_body(body: bytes, content_type: str | None) -> Any:
     try:
         value = from_json(body, allow_inf_nan=False)
         if isinstance(value, dict) and (with_schemas := _WITH_SCHEMAS & {*value}):
-            value |= {name: field for name, field in exactly_parsed(body).items() if name in with_schemas}
+            value |= {name: field for name, field in with_written_floats(body).items() if name in with_schemas}
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     _check_keys(value)

@@ -18,6 +18,11 @@ class WrittenFloat(float):
 def exactly_parsed(text: str | bytes) -> Any:
     """Return the value of JSON text, with a WrittenFloat for each decimal that a float rounds. Raises ValueError."""
     from_json(text, allow_inf_nan=False)  # the stricter of the two: on encodings, constants and depth
+    return with_written_floats(text)
+
+
+def with_written_floats(text: str | bytes) -> Any:
+    """Return what `exactly_parsed` returns for JSON text that pydantic's parser has accepted already."""
     return json.loads(text if isinstance(text, str) else text.decode(), parse_float=_float)
 
 

@@ -247,7 +247,7 @@ def names_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def literals_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(string_formats, "_NAMED_SCHEMAS", frozenset())
+    monkeypatch.setattr(string_formats, "NAMED_SCHEMAS", frozenset())
 
 
 @pytest.mark.parametrize(
