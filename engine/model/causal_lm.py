@@ -36,6 +36,7 @@ from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_struc
 from engine.native.linear import QUANTISED
 from engine.sampling.argmax import RowArgMax, argmax_rows
 from engine.utils.host_transfer import integers_32
+from engine.utils.one_line import one_line
 from engine.utils.progress_bar import quiet_libraries
 from engine.weights import UnsupportedModel
 from engine.weights.facts import end_tokens
@@ -253,7 +254,7 @@ def _attend_of(model: CausalModel) -> Attend | None:
             check_kernel(attend := kernel(), device, heads.num, heads.num_shared, heads.size, dtype)
             return attend
         except kernel_errors() as error:
-            reason = f"the attention kernel cannot run: {' '.join(str(error).split())}"
+            reason = f"the attention kernel cannot run: {one_line(error)}"
     if device.type == "cuda":
         _logger.warning("%s; attention gathers keys, without CUDA graphs", reason)
     return None

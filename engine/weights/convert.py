@@ -14,6 +14,7 @@ import torch
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
+from engine.utils.one_line import one_line
 from engine.weights.errors import WeightsError
 from engine.weights.gguf_tokenizer import load_tokenizer
 from engine.weights.presets import EXACT
@@ -145,7 +146,7 @@ def main(gguf: str, folder: str, weights: str = EXACT) -> int:
         sys.stdout.write(f"{error}\n")
         return 1
     except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        sys.stdout.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
+        sys.stdout.write(f"{type(error).__name__}: {one_line(error)}\n")
         return 1
     return 0
 

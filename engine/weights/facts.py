@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.utils.one_line import one_line
 from engine.weights.errors import WeightsError
 from engine.weights.pretrained import load_config
 
@@ -34,7 +35,7 @@ def read_facts(folder: Path) -> ModelFacts:
             eos_token_ids=_eos_token_ids(folder, text),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"the configuration of {folder} cannot be read: {' '.join(str(error).split())}") from error
+        raise WeightsError(f"the configuration of {folder} cannot be read: {one_line(error)}") from error
 
 
 def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:

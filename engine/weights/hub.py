@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from engine.utils.one_line import one_line
 from engine.weights.errors import WeightsError
 
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
@@ -24,5 +25,5 @@ def snapshot(reference: str) -> Path:
     try:
         return Path(snapshot_download(match["repo"], revision=match["revision"], allow_patterns=_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise WeightsError(f"cannot get {reference} from the hub or its local cache: {reason}") from error

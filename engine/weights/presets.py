@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from engine.utils.one_line import one_line
 from engine.weights.errors import WeightsError
 
 EXACT = "exact"
@@ -50,7 +51,7 @@ def load_presets(path: Path = PRESETS_FILE) -> dict[str, Preset]:
     try:
         entries = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise WeightsError(f"cannot read the list of models {path}: {' '.join(str(error).split())}") from error
+        raise WeightsError(f"cannot read the list of models {path}: {one_line(error)}") from error
     if not isinstance(entries, dict):
         raise WeightsError(f"the list of models {path} does not map names to models")
     return {name: _read_preset(name, entry) for name, entry in entries.items()}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from engine.utils.one_line import one_line
 from engine.weights.errors import UnsupportedModel, WeightsError
 
 # Without the first, transformers prompts on a terminal whether to run a folder's code; without the second, it reads pickles.
@@ -54,7 +55,7 @@ def load_module(folder: Path, **options: Any) -> Any:
 
 def refused(model_type: object, why: object) -> UnsupportedModel:
     """Return the error for a model type that cannot be served."""
-    return UnsupportedModel(f"model type {model_type!r} is not supported: {' '.join(str(why).split())}")
+    return UnsupportedModel(f"model type {model_type!r} is not supported: {one_line(why)}")
 
 
 def refuse_by_configuration(config: Any) -> None:
@@ -99,7 +100,7 @@ def _json(path: Path) -> dict[str, Any]:
             raise ValueError("it is no JSON object")
         return content
     except (OSError, ValueError) as error:
-        raise WeightsError(f"the configuration of {path.parent} cannot be read: {' '.join(str(error).split())}") from error
+        raise WeightsError(f"the configuration of {path.parent} cannot be read: {one_line(error)}") from error
 
 
 def _read(load: Callable[[], Any], what: str, folder: Path) -> Any:
@@ -109,4 +110,4 @@ def _read(load: Callable[[], Any], what: str, folder: Path) -> Any:
     except Exception as error:  # what transformers raises for files of others has no common base
         if "trust_remote_code" in str(error):  # it advises this argument
             raise UnsupportedModel(f"the {what} of {folder} needs {_OWN_CODE}") from error
-        raise WeightsError(f"the {what} of {folder} cannot be read: {' '.join(str(error).split())}") from error
+        raise WeightsError(f"the {what} of {folder} cannot be read: {one_line(error)}") from error

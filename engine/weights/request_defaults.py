@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.core.sampling_limits import require_probs
 from engine.core.types import RequestDefaults, SamplingParams
+from engine.utils.one_line import one_line
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def read_request_defaults(folder: Path) -> RequestDefaults:
     try:
         settings = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        _logger.warning("%s cannot be read and sets no defaults: %s", path, " ".join(str(error).split()))
+        _logger.warning("%s cannot be read and sets no defaults: %s", path, one_line(error))
         return RequestDefaults()
     found: dict[str, Any] = {}
     for name, (field, read) in _FIELDS.items():

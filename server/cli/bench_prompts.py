@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from engine.utils.one_line import one_line
 from server.settings import SHIPPED, or_shipped
 
 BENCH_PROMPTS = SHIPPED / "bench_prompts.yaml"
@@ -42,7 +43,7 @@ def _prompts(path: Path) -> dict[str, tuple[Prompt, ...]]:
     try:
         value = yaml.safe_load(or_shipped(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BenchError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise BenchError(f"{path} cannot be read: {one_line(error)}") from error
     is_kinds = isinstance(value, dict) and all(isinstance(entries, list) and entries for entries in value.values())
     if not value or not is_kinds or not all(_is_prompt(entry) for entries in value.values() for entry in entries):
         raise BenchError(f"{path} is not a file of prompts: it must map each kind to a list of texts, or of text and prediction")

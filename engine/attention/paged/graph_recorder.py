@@ -6,6 +6,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from engine.utils.one_line import one_line
+
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ class CudaGraphs:
             return self._captured(run)
         except RuntimeError as error:
             # Torch raises that the capture cannot end; the cause is this error's context.
-            reason = " ".join(str(error.__context__ or error).split())
+            reason = one_line(error.__context__ or error)
             if self._is_required:
                 raise GraphRefused(f"a pass cannot be captured: {reason}") from error
             self._is_off, self.name = True, Unrecorded.name
