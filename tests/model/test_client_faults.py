@@ -429,7 +429,7 @@ def noting_client(supervision: Supervision = LEISURELY) -> NotingClient:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 async def test_repeated_kills_lengthen_no_pause(number: signal.Signals) -> None:
-    """The bug: each death within 30 s doubled the wait, whoever had killed the worker. The wait here would be an hour."""
+    """The bug: each death within 30 s doubled the wait, also after a signal from outside. The wait here would be an hour."""
     client = noting_client()
     async with running(client):
         reader = asyncio.create_task(collect(client, counting_request("a", Trick.PACE, 10, max_tokens=300)))

@@ -88,7 +88,7 @@ def fill(
                 request_table.make_room(answer)
             except EngineBusy:
                 fates.update((request.request_id, "busy") for request in answer)
-                assert len(request_table) == num_living, "whoever is refused has displaced nobody"
+                assert len(request_table) == num_living, "a refused request has displaced no other"
             else:
                 fates.update((request.request_id, "waits") for request in answer)
                 streams += request_table.open(answer)

@@ -288,7 +288,7 @@ def rates_of_a_text(is_asked: bool) -> dict[Any, Any]:
         if is_asked:
             cache.distribution_after(row_of("r", history), ())
             cache.chain_length("r", 4, 0.5)
-    cache.distribution_after(row_of("r", history), ())  # whoever asks is followed to the end
+    cache.distribution_after(row_of("r", history), ())  # a sequence that queried the cache is followed to its end
     cache.advance(["r"])
     return cache._agreement._rates
 
