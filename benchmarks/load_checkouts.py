@@ -66,13 +66,15 @@ Cell = Sequence[Mapping[str, Figures]]  # by checkout, then by contender
 
 
 class CheckoutProcess:
-    """A process that runs this file with the code of a checkout and computes only when asked."""
+    """A process that runs a checkout's own copy of this file, else this file, and computes only when asked."""
 
     def __init__(self, checkout: Path, options: str) -> None:
         self.checkout = checkout
         python = checkout / ".venv/bin/python"
+        own = checkout / "benchmarks/load_checkouts.py"  # its imports fit the checkout
+        script = own if own.exists() else Path(__file__).resolve()
         # -P: the folder of this file must not be on the path, which begins with the checkout.
-        command = [str(python if python.exists() else sys.executable), "-P", str(Path(__file__).resolve()), _MEASURE, options]
+        command = [str(python if python.exists() else sys.executable), "-P", str(script), _MEASURE, options]
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, cwd=checkout, env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1)
