@@ -16,7 +16,7 @@ from server.text.tokenizer_thread import TokenizerBusy, TokenizerClosed, Tokeniz
 from tests.api.harness import chat, completion, in_process, make_app, over_loopback, until
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import SPECIAL, byte_fallback, byte_level
-from tests.unit.test_fair_turns import FirstCome
+from tests.unit.server.test_fair_turns import FirstCome
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONGEST_TOKEN = max(len(token) for token in byte_level().get_vocab())  # byte-level: a character is a byte

@@ -1,6 +1,6 @@
 """Nothing is lost and nothing comes twice when workers are killed under many streams.
 
-What breaks it is tried where workers start faster: tests/model/test_client_faults.py and test_resumed.py have the mutants.
+What breaks it is tried where workers start faster: tests/model/worker/test_client_faults.py and test_resumed.py have the mutants.
 """
 
 from dataclasses import replace

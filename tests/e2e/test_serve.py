@@ -172,7 +172,7 @@ def test_a_stream_outlives_its_worker(server: RunningServer, client: openai.Open
 
 
 def test_an_unseeded_stream_outlives_its_worker(server: RunningServer, client: openai.OpenAI) -> None:
-    """It goes on with the noise that it began with (tests/model/test_client_faults.py compares the text)."""
+    """It goes on with the noise that it began with (tests/model/worker/test_client_faults.py compares the text)."""
     chunks = client.completions.create(
         model=MODEL,
         prompt="The sea at night",

@@ -1,0 +1,1 @@
+"""Tests of engine/audit/, over tiny models."""

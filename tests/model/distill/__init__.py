@@ -1,0 +1,1 @@
+"""Tests of engine/distill/, over tiny models."""

@@ -1,0 +1,1 @@
+"""Tests of engine/draft/, over tiny models."""

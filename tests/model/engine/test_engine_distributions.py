@@ -1,0 +1,210 @@
+"""Losslessness of whole runs: over many seeds the first tokens follow the target's own law, whatever was drafted."""
+
+import secrets
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import count, product
+
+import pytest
+import torch
+
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.tree import Expansion, TreeKind
+from engine.core.types import Request, SamplingParams, Speculation
+from engine.draft.trees import sampling as children
+from engine.engine import Engine
+from engine.testing import tiny_engine
+from engine.verify import masses
+from engine.verify.verdict import Verdict
+from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
+from tests.model.distributions import probs_of
+from tests.model.driving import run
+from tests.model.heads import head_engine, learnt_head
+from tests.model.kv_cache.test_kv_cache import RandomExpansion
+from tests.model.tiny import own_logits, pair
+
+PROMPT = (5, 9, 33, 4)
+# Three tokens to choose from at each position, so that triples can be counted.
+SAMPLING = SamplingParams(temperature=1.5, top_k=3, max_tokens=4, ignore_eos=True)
+DELAYED, BUSHY = Expansion(1, 3, 1), Expansion(0, 2, 2)
+DISTINCT = (
+    Expansion(1, 2, 1, "delayed_distinct"),
+    Expansion(0, 3, 3, "heap", 5),
+    Expansion(0, 3, 3, "threshold", 5),
+    Expansion(0, 3, 3, "static", 5),
+    Expansion(0, 3, 3, "calibrated", 6),
+)
+SET_TREE, BEAM, NOISE_AWARE = (Expansion(0, 3, 3, tree, 5) for tree in ("greedy_sample", "beam", "noise_aware"))
+NUM_REQUESTS, FIRST_SEED = 1000, 2000
+WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, max_model_len=32)
+
+
+@cache
+def target_distribution() -> dict[tuple[int, ...], float]:
+    """Return the law of the first three tokens, by transformers' logits."""
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        texts = list(distribution)
+        logits = own_logits("llama", [[*PROMPT, *text] for text in texts])[:, -1]
+        nexts = probs_of(logits, [SAMPLING] * len(texts)).double()
+        distribution = {
+            (*text, token_id): distribution[text] * float(p)
+            for text, row in zip(texts, nexts, strict=True)
+            for token_id, p in enumerate(row)
+            if p > 0
+        }
+    return distribution
+
+
+def triples(verifier: str | None, expansion: Expansion, engine: Engine | None = None) -> Counter[tuple[int, ...]]:
+    """Return how often each first three tokens came, over as many seeds; without a verifier the seeds are the engine's."""
+    requests = [
+        Request(
+            str(index),
+            PROMPT,
+            SAMPLING if verifier is None else replace(SAMPLING, seed=FIRST_SEED + index),
+            Speculation(verifier=verifier),
+        )
+        for index in range(NUM_REQUESTS)
+    ]
+    session = run(engine or tiny_engine(*pair("llama", noise=0.1), FixedExpansion(expansion), config=WIDE), requests)
+    accepted, drafts = (sum(getattr(s, name) for s in session.stats) for name in ("num_accepted_tokens", "num_drafts"))
+    assert 0.15 < accepted / drafts < 1.9, "neither a useless drafter nor a perfect one proves anything"
+    return Counter(tuple(outcome.ids[:3]) for outcome in session.outcomes.values())
+
+
+@pytest.fixture
+def numbered_secrets(monkeypatch):
+    """Seeds that the engine makes are 0, 1, 2, ..., so that the run repeats itself."""
+    seeds = count()
+    monkeypatch.setattr(secrets, "randbits", lambda bits: next(seeds))
+
+
+@pytest.mark.parametrize(
+    ("verifier", "expansion"),
+    [
+        *(("traversal", DELAYED), ("traversal", BUSHY), ("specinfer", DELAYED), ("nss", BUSHY), ("coupled", DELAYED)),
+        *((verifier, tree) for tree in DISTINCT for verifier in ("traversal", "rrsw")),
+        *((verifier, tree) for tree in (DISTINCT[0], DISTINCT[3]) for verifier in ("hu", "univer")),
+        *(("univer", SET_TREE), ("hu", SET_TREE), ("nss", BEAM), ("coupled", NOISE_AWARE), ("coupled", DISTINCT[1])),
+        *(("spectr", BUSHY), ("khisti", BUSHY), ("tournament", DELAYED), ("gbv", BUSHY), ("block", BUSHY), ("naive_tree", BUSHY)),
+    ],
+)
+def test_named_verifiers_keep_the_targets_distribution(verifier, expansion):
+    assert z_of_counts(triples(verifier, expansion), target_distribution()) < PASSES_BELOW
+
+
+@pytest.mark.parametrize(
+    ("verifier", "expansion"), [("traversal", DELAYED), ("rrsw", DISTINCT[4]), ("hu", SET_TREE), ("coupled", NOISE_AWARE)]
+)
+def test_a_draft_head_keeps_the_targets_distribution(verifier, expansion):
+    """Its laws lack a third of the vocabulary, and other seeds have other trees in the slots beside."""
+    engine = head_engine(learnt_head(), policy=FixedExpansion(expansion), config=WIDE)
+    assert z_of_counts(triples(verifier, expansion, engine), target_distribution()) < PASSES_BELOW
+
+
+def at_random() -> Engine:
+    """Return an engine whose policy wishes any tree for anybody at any step."""
+    return tiny_engine(*pair("llama", noise=0.1), RandomExpansion(3), config=WIDE)
+
+
+@pytest.mark.parametrize("verifier", ["traversal", "specinfer", "coupled"])
+def test_a_policy_that_wishes_anything_keeps_the_targets_distribution(verifier):
+    assert z_of_counts(triples(verifier, DELAYED, at_random()), target_distribution()) < PASSES_BELOW
+
+
+@pytest.mark.usefixtures("numbered_secrets")
+def test_unseeded_requests_keep_the_targets_distribution():
+    assert z_of_counts(triples(None, DELAYED), target_distribution()) < PASSES_BELOW
+
+
+def test_unseeded_requests_get_unlike_seeds():
+    engine = tiny_engine(*pair("llama"))
+    texts = run(engine, [Request(str(index), PROMPT, SamplingParams(max_tokens=8)) for index in range(8)]).texts()
+    assert len({tuple(text) for text in texts.values()}) == 8
+
+
+def draft_believed(self, forest, target_probs_NV, keys):
+    """Accept the first path whole, whatever the target says of it."""
+    return [
+        Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
+        for tree, one in zip(forest.trees, _JUDGE(self, forest, target_probs_NV, keys), strict=True)
+    ]
+
+
+def one_stream_for_drafts_and_acceptance(seed, position, stream):
+    return stream_key(seed, position, Stream.DRAFT if stream is Stream.ACCEPT else stream)
+
+
+_JUDGE = masses.TwoPhase.judge
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mutant"),
+    [
+        (masses.TwoPhase, "judge", draft_believed),
+        (masses, "stream_key", one_stream_for_drafts_and_acceptance),
+    ],
+)
+def test_the_distribution_kills(where, name, mutant, monkeypatch):
+    monkeypatch.setattr(where, name, mutant)
+    assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
+
+
+def test_the_distribution_kills_drafts_that_are_believed_whatever_the_policy(monkeypatch):
+    monkeypatch.setattr(masses.TwoPhase, "judge", draft_believed)
+    assert z_of_counts(triples("traversal", DELAYED, at_random()), target_distribution()) > FAILS_ABOVE
+
+
+def misreport_draft_probs(monkeypatch):
+    """Draw from one law and hand over a flatter one."""
+    drawn_iid = children._sample_iid
+
+    def misreported(asked, logits_PM, probs, vocab):
+        drawn = drawn_iid(asked, logits_PM, probs, vocab)
+        probs[-1] = torch.where(probs[-1] > 0, probs[-1] ** 0.2, 0.0)
+        probs[-1] /= probs[-1].sum(-1, keepdim=True)
+        return drawn
+
+    monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.IID, misreported)
+
+
+def test_the_distribution_kills_a_draft_distribution_that_was_not_drawn(monkeypatch):
+    misreport_draft_probs(monkeypatch)
+    assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
+
+
+def best_first(offers):
+    """Siblings sorted by draft probability, whatever the order in which they were drawn."""
+    spoilt = []
+    for one in offers:
+        order = torch.tensor(one.probs).argsort(descending=True).tolist()
+        spoilt.append(replace(one, token_ids=tuple(one.token_ids[i] for i in order), probs=tuple(one.probs[i] for i in order)))
+    return spoilt
+
+
+def worst_dropped(offers):
+    """The least likely of the draws is thrown away."""
+    return [replace(one, token_ids=one.token_ids[:-1], probs=one.probs[:-1]) if one.probs[-1] < 0.3 else one for one in offers]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "expansion", "spoil"),
+    [
+        ("rrsw", DISTINCT[1], best_first),
+        ("hu", SET_TREE, worst_dropped),
+    ],
+)
+def test_the_distribution_kills_draws_that_are_tampered_with(verifier, expansion, spoil, monkeypatch):
+    rule = children._SAMPLING_RULES[expansion.kind]
+    monkeypatch.setitem(children._SAMPLING_RULES, expansion.kind, lambda *args: spoil(rule(*args)))
+    assert z_of_counts(triples(verifier, expansion), target_distribution()) > FAILS_ABOVE
+
+
+def test_the_distribution_is_a_distribution():
+    distribution = target_distribution()
+    assert len(distribution) == len(list(product(range(3), repeat=3)))
+    assert sum(distribution.values()) == pytest.approx(1.0, abs=1e-5)

@@ -1,0 +1,1 @@
+"""Tests of engine/kv_cache/, over tiny models."""

@@ -1,0 +1,1 @@
+"""Tests of engine/profiling/, over tiny models."""

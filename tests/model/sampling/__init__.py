@@ -1,0 +1,1 @@
+"""Tests of engine/sampling/, over tiny models."""

@@ -1,0 +1,1 @@
+"""Tests of engine/structured_output/, over tiny models."""

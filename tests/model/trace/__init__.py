@@ -1,0 +1,1 @@
+"""Tests of engine/trace/, over tiny models."""

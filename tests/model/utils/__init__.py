@@ -1,0 +1,1 @@
+"""Tests of engine/utils/, over tiny models."""

@@ -1,0 +1,1 @@
+"""Tests of engine/weights/, over tiny models."""

@@ -1,0 +1,1 @@
+"""Tests of engine/worker/, over tiny models."""

@@ -1,0 +1,1 @@
+"""Tests of server/cli/, without a model."""

@@ -1,0 +1,1 @@
+"""Tests of engine/core/, without a model."""

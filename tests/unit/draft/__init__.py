@@ -1,0 +1,1 @@
+"""Tests of engine/draft/, without a model."""

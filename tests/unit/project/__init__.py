@@ -1,0 +1,1 @@
+"""Tests of the documents, deployment files and the test suite itself."""

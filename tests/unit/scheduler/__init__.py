@@ -1,0 +1,1 @@
+"""Tests of engine/scheduler/, without a model."""

@@ -1,0 +1,1 @@
+"""Tests of server/, without a model."""

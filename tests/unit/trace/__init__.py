@@ -1,0 +1,1 @@
+"""Tests of engine/trace/, without a model."""

@@ -1,0 +1,1 @@
+"""Tests of engine/weights/, without a model."""
