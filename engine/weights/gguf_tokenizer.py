@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file. The file has a vocabulary, and only the name of the rule that splits text.
 
 A wrong rule silently gives tokens that the model was not trained on. So a rule is supported only if it gives the tokens of the
-model's own tokenizer for llama.cpp's test texts (tests/model/weights/test_gguf_tokenizers.py). Files with other rules are refused.
+model's own tokenizer for llama.cpp's test texts (tests/model/weights/test_gguf_tokenizers.py). Other rules are refused.
 """
 
 from collections.abc import Iterable
