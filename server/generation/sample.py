@@ -39,6 +39,7 @@ class Piece:
     prompt_ids: tuple[int, ...] | None = None
     trace: StepTrace | None = None
     calls: tuple[CallPiece, ...] = ()
+    reasoning: str = ""  # text of the model's reasoning block, which is not part of `text`
 
 
 @dataclass(slots=True)
