@@ -130,7 +130,7 @@ class Search:
         if num_rows > 1:
             rank_MB = np.where(is_allowed_BM, -tokens_BM, 0.0).argsort(0, kind="stable").argsort(0).T
             num_allowed_M1 = np.count_nonzero(is_allowed_BM, axis=0)[:, None]
-            halves = range(1, num_rows.bit_length())
+            halves = range(1, (num_rows - 1).bit_length() + 1)  # to the best one alone
             candidates += [np.where(rank_MB < -(-num_allowed_M1 >> half), entries_M1, kept) for half in halves]
         return np.concatenate(candidates)
 

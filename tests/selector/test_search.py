@@ -73,6 +73,7 @@ slopes = st.lists(st.floats(0.001, 0.5), min_size=1, max_size=4).map(lambda foun
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=3), slopes, st.floats(0.001, 0.5))
 @example([0.9, 0.9, 0.9], (0.001, 0.001, 0.4), 0.01)  # room for one node and no more: rows alike must not all take it
+@example([0.0, 0.0, 1.0], (0.044, 0.055, 0.332), 0.083)  # drafting pays for the best of three alone
 def test_best_step_is_near_the_optimum(chances, knees, pass_s):
     one = search(chances, costs(knees, pass_s))
     found = one.best()
