@@ -1,4 +1,4 @@
-"""The queries of deploy/ and of docs/metrics.md, as Prometheus is asked them."""
+"""The queries of deploy/ and of docs/metrics.md, as Prometheus is asked them, and the metrics that the server exports."""
 
 import json
 import re
@@ -7,10 +7,22 @@ from typing import Any
 
 import yaml
 
+from engine.core.service import EngineHealth, EngineState
+from engine.core.types import ModelInfo
+from server.metrics import ServerMetrics
+
 ROOT = Path(__file__).parent.parent
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "latebranch.json"
 METRIC = re.compile(r"\b(?:vllm:|latebranch_|http_|process_)\w+(?:\{[^}]*\})?")
+_SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+def exported_metrics() -> set[str]:
+    """Return every name that a scrape can have."""
+    metrics = ServerMetrics("m", 128, lambda: EngineHealth(EngineState.READY, 0.0, 0))
+    metrics.steps.on_model(ModelInfo("m", 8, 128, 64, (), "float32", "cpu", "ngram", "traversal", "plain"), has_prefix_cache=True)
+    return {family.name + end for family in metrics.registry.collect() for end in _SUFFIXES[family.type]}
 
 
 def dashboard() -> dict[str, Any]:

@@ -15,19 +15,17 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from engine.core.service import EngineHealth, EngineState
-from engine.core.types import ModelInfo
-from server.metrics import ServerMetrics
-from tests.dashboards import METRIC, PROMETHEUS, ROOT, alerts, dashboard, documented_queries, panel_queries, panels
-
-_SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-
-
-def _exported() -> set[str]:
-    """Every name that a scrape can have."""
-    metrics = ServerMetrics("m", 128, lambda: EngineHealth(EngineState.READY, 0.0, 0))
-    metrics.steps.on_model(ModelInfo("m", 8, 128, 64, (), "float32", "cpu", "ngram", "traversal", "plain"), has_prefix_cache=True)
-    return {family.name + end for family in metrics.registry.collect() for end in _SUFFIXES[family.type]}
+from tests.dashboards import (
+    METRIC,
+    PROMETHEUS,
+    ROOT,
+    alerts,
+    dashboard,
+    documented_queries,
+    exported_metrics,
+    panel_queries,
+    panels,
+)
 
 
 def _named(query: str) -> set[str]:
@@ -35,7 +33,7 @@ def _named(query: str) -> set[str]:
 
 
 def test_queries_name_metrics_that_the_server_exports():
-    exported = _exported()
+    exported = exported_metrics()
     queries = [*panel_queries(), *((rule["alert"], rule["expr"]) for rule in alerts())]
     queries += [("docs/metrics.md", query) for query in documented_queries()]
     for where, query in queries:
@@ -46,8 +44,10 @@ def test_queries_name_metrics_that_the_server_exports():
 
 def test_documents_name_every_metric():
     text = (ROOT / "docs" / "metrics.md").read_text()
-    families = {name.removesuffix(end) for name in _exported() for end in ("_bucket", "_sum", "_count") if name.endswith(end)}
-    plain = {name for name in _exported() if not name.endswith(("_bucket", "_sum", "_count"))}
+    families = {
+        name.removesuffix(end) for name in exported_metrics() for end in ("_bucket", "_sum", "_count") if name.endswith(end)
+    }
+    plain = {name for name in exported if not name.endswith(("_bucket", "_sum", "_count"))}
     for name in plain | families:
         assert f"`{name}`" in text or name.startswith(("process_", "python_")), name
 
