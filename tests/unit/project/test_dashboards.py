@@ -47,7 +47,7 @@ def test_documents_name_every_metric():
     families = {
         name.removesuffix(end) for name in exported_metrics() for end in ("_bucket", "_sum", "_count") if name.endswith(end)
     }
-    plain = {name for name in exported if not name.endswith(("_bucket", "_sum", "_count"))}
+    plain = {name for name in exported_metrics() if not name.endswith(("_bucket", "_sum", "_count"))}
     for name in plain | families:
         assert f"`{name}`" in text or name.startswith(("process_", "python_")), name
 
