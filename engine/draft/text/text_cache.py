@@ -215,7 +215,7 @@ class TextCache:
     def _trees_of(self, tracked: _TrackedRequest) -> _Trees:
         return tracked.trees(self._recent.trees_of(tracked.request.tenant))
 
-    def _distribution_after(self, row: Row, path_ids: Sequence[int]) -> CachedDistribution | None:
+    def distribution_after(self, row: Row, path_ids: Sequence[int]) -> CachedDistribution | None:
         """Return the distribution after a row's committed tokens and a drafted path, or None without a match.
 
         The last tokens of a request that was not queried lately may not be learned yet. Such tokens are matched as a context, but
@@ -232,7 +232,7 @@ class TextCache:
 
     def distributions_after(self, places: Iterable[tuple[Row, Sequence[int]]]) -> list[CachedDistribution | None]:
         """Return the distributions at the nodes of one round: after the committed tokens of a row and a drafted path each."""
-        return [self._distribution_after(row, path_ids) for row, path_ids in places]
+        return [self.distribution_after(row, path_ids) for row, path_ids in places]
 
     def chain_length(self, request_id: str, max_tokens: int, min_probability: float) -> int:
         """Return how many tokens after a request's history can be drafted as one chain.

@@ -40,7 +40,7 @@ from engine.verify.verdict import Verdict, VerificationFailure
 
 
 def growers_of(drafter: Drafter | None, vocab_size: int, device: torch.device) -> tuple[TreeGrower, ...]:
-    """Return the ways to grow trees, the fastest first. Without a drafter, only steps without drafts can be grown."""
+    """Return the ways to grow trees, the fastest first. Without a drafter, all trees are roots."""
     feeder = _RootGrower(drafter, vocab_size, device)
     if drafter is None:
         return (feeder,)
@@ -69,7 +69,7 @@ class _RootGrower:
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         """Return whether nothing is drafted."""
-        return all(row.expansion.is_plain for row in rows if row.is_decoding)
+        return self.drafter is None or all(row.expansion.is_plain for row in rows if row.is_decoding)
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
         """Feed the drafter the missing tokens and return a root for each row."""
