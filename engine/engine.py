@@ -22,8 +22,8 @@ from engine.core.validation import refusal_event, require_runnable
 from engine.core.verifier_table import verifier_for
 from engine.draft.drafter import Drafter, RequestFollower
 from engine.draft.trees.calibration import Calibrations
-from engine.draft.trees.grow import grow, learn
-from engine.draft.trees.grown import Growth, plain_growth
+from engine.draft.trees.grow import grow, growers_of, learn
+from engine.draft.trees.grown import Growth
 from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.slot_digests import SlotDigests
 from engine.model.root_features import Ending, RootFeatures
@@ -87,6 +87,7 @@ class Engine:
         self._config = config
         self._target = target
         self._drafter = drafter
+        self._growers = growers_of(drafter, target.model.vocab_size, target.model.device)
         self._follower: RequestFollower | None = drafter if isinstance(drafter, RequestFollower) else None
         self._policy = policy
         self._roots = roots or RootFeatures(target.model, drafter)
@@ -235,10 +236,7 @@ class Engine:
         return choice, plan
 
     def _grow(self, plan: StepPlan) -> Growth:
-        model = self._target.model
-        if self._drafter is None:
-            return plain_growth(plan.rows, model.vocab_size, model.device)
-        return grow(self._drafter, plan.rows, model.vocab_size, model.device, self._calibrations, self.grammars)
+        return grow(self._growers, plan.rows, self._calibrations, self.grammars)
 
     def _forward(self, plan: StepPlan, forest: Forest) -> _TargetPass:
         """Run the target over all rows and score prompt tokens whose log-probabilities are requested."""

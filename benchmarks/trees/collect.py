@@ -18,7 +18,7 @@ from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import PLAIN, TokenTree
 from engine.core.types import SamplingParams
 from engine.draft.trees.calibration import Calibrations
-from engine.draft.trees.grow import grow, learn
+from engine.draft.trees.grow import grow, growers_of, learn
 from engine.engine import Engine
 from engine.profiling.counterfactual import Counterfactual, Point, TreeSpec
 from engine.utils.progress_bar import progress_bar
@@ -127,7 +127,7 @@ class Collector:
         times = [time.perf_counter()]
         rows = [row] if not row.expansion.is_plain else []
         calibrations = self._calibrations[row.sampling.temperature]
-        growth = grow(engine.drafter, rows, model.vocab_size, model.device, calibrations) if rows else None
+        growth = grow(growers_of(engine.drafter, model.vocab_size, model.device), rows, calibrations) if rows else None
         times.append(time.perf_counter())
         trees = growth.forest.trees if growth else [TokenTree.single(row.certain_ids[-1])]
         engine.target.forward(StepPlan(0, (row,)), trees)

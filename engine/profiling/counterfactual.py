@@ -19,7 +19,7 @@ from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
 from engine.draft.trees.calibration import Calibrations
-from engine.draft.trees.grow import grow, grow_by
+from engine.draft.trees.grow import grow, grow_by, growers_of
 from engine.draft.trees.grown import Growth
 from engine.draft.trees.nested import Nested, Truncation
 from engine.engine import Engine
@@ -118,7 +118,8 @@ class Counterfactual:
         union = GrowingTree(self.row(point, TreeSpec(Expansion(0, 1, 1, "beam", _MAX_UNION), "nss", 0), sampling))
         rows = [self.row(point, spec, sampling) for spec in specs]
         model = self._target.model
-        growth = grow(_CachingDrafter(self._drafter, union), rows, model.vocab_size, model.device, calibrations)
+        growers = growers_of(_CachingDrafter(self._drafter, union), model.vocab_size, model.device)
+        growth = grow(growers, rows, calibrations)
         return self._judged(rows, growth, union, sampling)
 
     def nested(
@@ -144,7 +145,7 @@ class Counterfactual:
         self._roots.watch()
         row = self.row(point - 1, spec, sampling)
         model = self._target.model
-        growth = grow(self._drafter, [row], model.vocab_size, model.device)
+        growth = grow(growers_of(self._drafter, model.vocab_size, model.device), [row])
         logits_NV = self._target.forward(StepPlan(0, (row,)), growth.forest.trees)
         probs_row, root_id = growth.forest.probs_rows[0][ROOT], self._text[point]
         ending = Ending(ROOT, probs_row, row.slots[row.root_position], root_id, sampling)

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.types import FinishReason, Request, SamplingParams, Speculation, StepStats, TokenEvent, TokenLogprobs
+from engine.draft.drafter import Drafter, RequestFollower
+from engine.draft.trees.grow import growers_of
 from engine.engine import Engine, StepOutput
 
 MAX_STEPS = 2000
@@ -54,6 +56,13 @@ def run(engine: Engine, requests: Sequence[Request], after_step: Callable[[Engin
     assert not engine.has_work
     assert all(session.outcomes[request.request_id].finish for request in requests)
     return session
+
+
+def give_drafter(engine: Engine, drafter: Drafter) -> None:
+    """Have the engine draft with another drafter."""
+    model = engine.target.model
+    engine._drafter, engine._growers = drafter, growers_of(drafter, model.vocab_size, model.device)
+    engine._follower = drafter if isinstance(drafter, RequestFollower) else None
 
 
 def greedy(name: str, prompt: Sequence[int], max_tokens: int = 12, **speculation) -> Request:

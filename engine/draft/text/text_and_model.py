@@ -16,7 +16,7 @@ from engine.core.tree import ROOT
 from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.text.mixture import extended_vocabulary, mixtures, vocabulary_of
 from engine.draft.text.text_cache import CachedDistribution, TextCache
-from engine.draft.text.text_drafter import DrafterWithTextCache, distribution_at
+from engine.draft.text.text_drafter import DrafterWithTextCache, distributions_at
 from engine.draft.trees.native_growth import HasNativeGrower, NativeTreeGrower
 
 _MAX_DEFERRED = 128  # committed tokens of all rows whose feeding may be deferred in a step
@@ -53,7 +53,7 @@ class CombinedDrafter(DrafterWithTextCache):
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed the model the rows that cannot be deferred; propose at the roots."""
-        cached = [distribution_at(self.texts, root) for root in roots]
+        cached = distributions_at(self.texts, roots)
         queries = [_Query(root, index) for index, (root, one) in enumerate(zip(roots, cached, strict=True)) if not _is_sure(one)]
         deferred = self._deferred_rows(roots, cached)
         fed = [row for row in rows if row.request_id not in deferred]
@@ -75,7 +75,7 @@ class CombinedDrafter(DrafterWithTextCache):
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Propose at nodes. The model is fed those that the cache is not sure of, each after its unfed ancestors."""
-        cached = [distribution_at(self.texts, node) for node in frontier]
+        cached = distributions_at(self.texts, frontier)
         queries = list(self._queries(frontier, cached))
         late_passes = self._feed_late_roots(queries)
         of_model = self._model.extend([query.node for query in queries]) if queries else None

@@ -230,6 +230,10 @@ class TextCache:
             return None
         return self._distribution(self._find_matches(_Trees(), _tree_of(row.history), row.history, context.path_ids), context)
 
+    def distributions_after(self, places: Iterable[tuple[Row, Sequence[int]]]) -> list[CachedDistribution | None]:
+        """Return the distributions at the nodes of one round: after the committed tokens of a row and a drafted path each."""
+        return [self.distribution_after(row, path_ids) for row, path_ids in places]
+
     def chain_length(self, request_id: str, max_tokens: int, min_probability: float) -> int:
         """Return how many tokens after a request's history can be drafted as one chain.
 

@@ -52,7 +52,7 @@ class TextDrafter(DrafterWithTextCache):
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Propose at the nodes with a match."""
-        found = {index: one for index, node in enumerate(frontier) if (one := distribution_at(self.texts, node)) is not None}
+        found = {index: one for index, one in enumerate(distributions_at(self.texts, frontier)) if one is not None}
         distributions = [*found.values()]
         vocab = vocabulary_of(distributions, self._vocab_size, self._device)
         no_rows = [None] * len(distributions)
@@ -60,6 +60,6 @@ class TextDrafter(DrafterWithTextCache):
         return Proposal(tuple(found), logits_PM, origins=dict(zip(found, origins, strict=True)), vocab=vocab)
 
 
-def distribution_at(texts: TextCache, node: FrontierNode) -> CachedDistribution | None:
-    """Return the cached distribution after a node."""
-    return texts.distribution_after(node.tree.row, node.sampling_context.path_ids)
+def distributions_at(texts: TextCache, frontier: Sequence[FrontierNode]) -> list[CachedDistribution | None]:
+    """Return the cached distributions after the nodes of one round."""
+    return texts.distributions_after((node.tree.row, node.sampling_context.path_ids) for node in frontier)

@@ -1,13 +1,13 @@
-"""Grows the trees of a step in rounds: one draft pass for all frontier nodes of all requests.
+"""Grows the trees of a step by the first grower that can: roots alone, the native library, or rounds of draft passes.
 
-The strategies choose the nodes, engine.draft.trees.sampling chooses their candidate children. Shape key: V vocabulary, R recorded
-distributions.
+In rounds, the strategies choose the nodes, and engine.draft.trees.sampling chooses their candidate children. Shape key:
+V vocabulary, R recorded distributions.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,8 +18,16 @@ from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses
 from engine.draft.trees.best_first import BestFirst
 from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_probs
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
-from engine.draft.trees.grown import Growth, NodeValues, lookup_by_path, no_distributions, origins_of, plain_growth
-from engine.draft.trees.native_growth import HasNativeGrower, can_grow_natively, grow_natively
+from engine.draft.trees.grown import (
+    Growth,
+    NodeValues,
+    TreeGrower,
+    lookup_by_path,
+    no_distributions,
+    origins_of,
+    plain_growth,
+)
+from engine.draft.trees.native_growth import HasNativeGrower
 from engine.draft.trees.sampling import ChildCandidates, candidates_of
 from engine.draft.trees.strategies import Delayed, Static, Strategy
 from engine.draft.trees.topology import best_topology
@@ -31,23 +39,62 @@ from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict, VerificationFailure
 
 
+def growers_of(drafter: Drafter | None, vocab_size: int, device: torch.device) -> tuple[TreeGrower, ...]:
+    """Return the ways to grow trees, the fastest first. Without a drafter, all trees are roots."""
+    feeder = _RootGrower(drafter, vocab_size, device)
+    if drafter is None:
+        return (feeder,)
+    native = drafter.native_grower() if isinstance(drafter, HasNativeGrower) else None
+    return (feeder, *([native] if native else ()), _RoundGrower(drafter, vocab_size, device))
+
+
 def grow(
-    drafter: Drafter,
+    growers: Sequence[TreeGrower],
     rows: Sequence[Row],
-    vocab_size: int,
-    device: torch.device,
     calibrations: Calibrations | None = None,
     grammars: GrammarMasks | None = None,
 ) -> Growth:
-    """Feed the drafter the missing tokens and grow every decoding row's tree. Rows with a grammar need `grammars`."""
-    if all(row.expansion.is_plain for row in rows if row.is_decoding):
-        return _feed_only(drafter, rows, vocab_size, device)
-    calibrations = calibrations or Calibrations()
-    grower = drafter.native_grower() if isinstance(drafter, HasNativeGrower) and can_grow_natively(rows) else None
-    if grower is not None:
-        return grow_natively(grower, rows, calibrations, vocab_size, device)
-    strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
-    return grow_by(strategies, drafter, rows, vocab_size, device, grammars)
+    """Grow every decoding row's tree with the first grower that can. Rows with a grammar need `grammars`."""
+    grower = next(one for one in growers if one.can_grow(rows))
+    return grower.grow(rows, calibrations or Calibrations(), grammars)
+
+
+@dataclass(frozen=True)
+class _RootGrower:
+    """Feeds the drafter, if there is one, and grows roots alone."""
+
+    drafter: Drafter | None
+    vocab_size: int
+    device: torch.device
+
+    def can_grow(self, rows: Sequence[Row]) -> bool:
+        """Return whether nothing is drafted."""
+        return self.drafter is None or all(row.expansion.is_plain for row in rows if row.is_decoding)
+
+    def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
+        """Feed the drafter the missing tokens and return a root for each row."""
+        del calibrations, grammars
+        grown, feeding = plain_growth(rows, self.vocab_size, self.device), [row for row in rows if row.draft_ids]
+        return replace(grown, passes=self.drafter.feed(feeding, []).passes) if feeding and self.drafter else grown
+
+
+@dataclass(frozen=True)
+class _RoundGrower:
+    """Grows trees of every kind with any drafter, in rounds: one draft pass for all frontier nodes of all requests."""
+
+    drafter: Drafter
+    vocab_size: int
+    device: torch.device
+
+    def can_grow(self, rows: Sequence[Row]) -> bool:
+        """Return True."""
+        del rows
+        return True
+
+    def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
+        """Feed the drafter the missing tokens and grow every decoding row's tree by its strategy."""
+        strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
+        return grow_by(strategies, self.drafter, rows, self.vocab_size, self.device, grammars)
 
 
 def grow_by(
@@ -81,12 +128,6 @@ def grow_by(
                 passes += proposal.passes
     of_trees = tuple(rounds[id(strategy.tree)] for strategy in strategies)
     return replace(_growth(strategies, probs, vocab_size, device, of_trees), num_rounds=num_rounds, passes=passes)
-
-
-def _feed_only(drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
-    """Feed the drafter the missing tokens and return a root for each row."""
-    grown, feeding = plain_growth(rows, vocab_size, device), [row for row in rows if row.draft_ids]
-    return replace(grown, passes=drafter.feed(feeding, []).passes) if feeding else grown
 
 
 def strategy_of(row: Row, calibration: RuleCalibration) -> Strategy:

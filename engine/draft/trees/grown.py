@@ -1,10 +1,10 @@
-"""The result of growing a step's trees. Shape key: V vocabulary."""
+"""The protocol of growers, and the result of growing a step's trees. Shape key: V vocabulary."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,9 @@ from engine.core.enums import DraftSource, Origin
 from engine.core.step_plan import Row
 from engine.core.tree import TokenTree
 from engine.draft.drafter import ModelPasses
+from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.sampling import ChildCandidates
+from engine.structured_output.masks import GrammarMasks
 from engine.verify.forest import Forest
 
 T = TypeVar("T")
@@ -55,6 +57,18 @@ class Growth:
     node_values: tuple[NodeValues | None, ...]
     num_rounds: int = 0
     passes: ModelPasses = ModelPasses()
+
+
+class TreeGrower(Protocol):
+    """One way to grow the trees of a step. All of them grow the same trees from the same rows."""
+
+    def can_grow(self, rows: Sequence[Row]) -> bool:
+        """Return whether all trees of a step can be grown in this way."""
+        ...
+
+    def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
+        """Feed the drafter the missing tokens and grow every decoding row's tree. Rows with a grammar need `grammars`."""
+        ...
 
 
 @cache

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-import torch
-
 from engine.core.enums import DraftSource, Origin
 from engine.core.step_plan import Row
 from engine.core.tree import FREE_GROWTH, ROOT, TokenTree, TreeKind
@@ -23,6 +21,7 @@ from engine.draft.trees.sampling import ChildCandidates
 from engine.native.growth import Growing, GrownTree, Offers, RankedRow
 from engine.native.library import Fed
 from engine.sampling.distributions import ranking_params, ranking_temperature, truncates
+from engine.structured_output.masks import GrammarMasks
 from engine.verify.forest import Forest
 
 
@@ -38,6 +37,47 @@ class NativeTreeGrower:
     fed_only_share: float
     texts: TextCache | None = None
 
+    def can_grow(self, rows: Sequence[Row]) -> bool:
+        """Return whether the native library supports all trees of a step."""
+        return all(_is_supported(row) for row in rows if row.is_decoding and not row.expansion.is_plain)
+
+    def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None = None) -> Growth:
+        """Feed the drafter the missing tokens and grow every decoding row's tree."""
+        del grammars  # a row with a grammar edits its logits
+        drafting = [row for row in rows if row.is_decoding and not row.expansion.is_plain]
+        native_rows = [_native_row(row, calibrations.of(row)) for row in drafting]
+        texts = _TextPredictions(self.texts, self.vocab, drafting)
+        rounds, num_rounds, passes = [0] * len(drafting), 0, ModelPasses()
+        with self.begin(rows, native_rows, [row.request_id for row in drafting]) as growing:
+            while growing.frontier:
+                num_rounds += 1
+                for tree in dict.fromkeys(node.tree for node in growing.frontier):
+                    rounds[tree] += 1
+                if (fed := texts.grow_round(growing)).num_tokens:
+                    passes += ModelPasses.one(fed.num_tokens, fed.num_queried, self.fed_only_share)
+            trees, proposals = growing.finish()
+        grown = iter(zip(drafting, trees, texts.origins, rounds, strict=True))
+        of_rows = [
+            _RowGrowth.single(row) if row.expansion.is_plain else _row_growth(*next(grown), proposals)
+            for row in rows
+            if row.is_decoding
+        ]
+        return Growth(
+            forest=Forest(
+                tuple(one.tree for one in of_rows),
+                no_distributions(self.vocab.size, self.vocab.ids_M.device),
+                tuple((None,) * one.tree.num_nodes for one in of_rows),
+            ),
+            fed=tuple(one.fed for one in of_rows),
+            candidates=tuple(one.candidates for one in of_rows),
+            sources=tuple(one.sources for one in of_rows),
+            draft_probs=((),) * len(of_rows),
+            rounds=tuple(one.num_rounds for one in of_rows),
+            node_values=tuple(one.node_values for one in of_rows),
+            num_rounds=num_rounds,
+            passes=passes,
+        )
+
 
 @runtime_checkable
 class HasNativeGrower(Protocol):
@@ -46,11 +86,6 @@ class HasNativeGrower(Protocol):
     def native_grower(self) -> NativeTreeGrower | None:
         """Return the grower, None if the library cannot run this drafter."""
         ...
-
-
-def can_grow_natively(rows: Sequence[Row]) -> bool:
-    """Return whether the native library supports all trees of a step."""
-    return all(_is_supported(row) for row in rows if row.is_decoding and not row.expansion.is_plain)
 
 
 def _is_supported(row: Row) -> bool:
@@ -76,7 +111,7 @@ class _TextPredictions:
         if self._texts is None:
             return growing.round([NOTHING_CACHED] * len(nodes), [False] * len(nodes), ())[1]
         paths = [self._path(*node) for node in nodes]
-        probs = [self._texts.distribution_after(self._rows[node.tree], path) for node, path in zip(nodes, paths, strict=True)]
+        probs = self._texts.distributions_after([(self._rows[node.tree], path) for node, path in zip(nodes, paths, strict=True)])
         unknown = tokens_outside([distribution for distribution in probs if distribution is not None], self._vocab)
         column_of = {token_id: column for column, token_id in enumerate(unknown, len(self._vocab.ids_M))}
         predictions = [
@@ -100,45 +135,6 @@ class _TextPredictions:
     def _columns(self, distribution: CachedDistribution, column_of_unknown: Mapping[int, int]) -> list[int]:
         known = zip(distribution.probs, self._vocab.columns(distribution.probs), strict=True)
         return [column_of_unknown[token_id] if column < 0 else column for token_id, column in known]
-
-
-def grow_natively(
-    grower: NativeTreeGrower, rows: Sequence[Row], calibrations: Calibrations, vocab_size: int, device: torch.device
-) -> Growth:
-    """Feed the drafter the missing tokens and grow every decoding row's tree."""
-    drafting = [row for row in rows if row.is_decoding and not row.expansion.is_plain]
-    native_rows = [_native_row(row, calibrations.of(row)) for row in drafting]
-    texts = _TextPredictions(grower.texts, grower.vocab, drafting)
-    rounds, num_rounds, passes = [0] * len(drafting), 0, ModelPasses()
-    with grower.begin(rows, native_rows, [row.request_id for row in drafting]) as growing:
-        while growing.frontier:
-            num_rounds += 1
-            for tree in dict.fromkeys(node.tree for node in growing.frontier):
-                rounds[tree] += 1
-            if (fed := texts.grow_round(growing)).num_tokens:
-                passes += ModelPasses.one(fed.num_tokens, fed.num_queried, grower.fed_only_share)
-        trees, proposals = growing.finish()
-    grown = iter(zip(drafting, trees, texts.origins, rounds, strict=True))
-    of_rows = [
-        _RowGrowth.single(row) if row.expansion.is_plain else _row_growth(*next(grown), proposals)
-        for row in rows
-        if row.is_decoding
-    ]
-    return Growth(
-        forest=Forest(
-            tuple(one.tree for one in of_rows),
-            no_distributions(vocab_size, device),
-            tuple((None,) * one.tree.num_nodes for one in of_rows),
-        ),
-        fed=tuple(one.fed for one in of_rows),
-        candidates=tuple(one.candidates for one in of_rows),
-        sources=tuple(one.sources for one in of_rows),
-        draft_probs=((),) * len(of_rows),
-        rounds=tuple(one.num_rounds for one in of_rows),
-        node_values=tuple(one.node_values for one in of_rows),
-        num_rounds=num_rounds,
-        passes=passes,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,14 @@ from engine.draft.text.text_cache import SURE_CONFIDENCE, CachedDistribution, Te
 from engine.draft.text.text_drafter import TextDrafter
 from engine.draft.trees import sampling as children
 from engine.draft.trees.calibration import Reliability
-from engine.draft.trees.grow import grow
+from engine.draft.trees.grow import grow, growers_of
 from engine.draft.trees.grown import Growth
 from engine.engine import Engine
 from engine.kv_cache.pool import KVCache
 from engine.native import mixture as native
 from engine.testing import tiny_engine
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
-from tests.model.driving import greedy, run, sampled
+from tests.model.driving import give_drafter, greedy, run, sampled
 from tests.model.engine import test_engine_distributions
 from tests.model.engine.test_engine_distributions import PROMPT, SAMPLING, WIDE, target_distribution
 from tests.model.heads import head_engine, learnt_head
@@ -113,7 +113,7 @@ def test_a_draft_head_beside_cached_text_changes_no_text(tree):
     engine = head_engine(learnt_head(), policy=FixedExpansion(parse_expansion(tree)))
     assert engine.drafter is not None
     drafter = CombinedDrafter(Counting(engine.drafter), TextCache(), 61, CPU)
-    engine._drafter = engine._follower = drafter
+    give_drafter(engine, drafter)
     prompt = [5 + (7 + 3 * i) % 50 for i in range(13)]
     text = own_greedy_text("llama", prompt, 24)
     predictions = [(), tuple(text), (*text[:9], 5, 5, *text[9:]), tuple(text[5:12])]
@@ -194,7 +194,7 @@ def grown(texts: TextCache, expansion: Expansion, stateful: bool = False, num_se
     inner = Counting((Stateful if stateful else TableDrafter)(LAWS.log()))
     inner.feeding = Feeding.TARGET_FEATURES if stateful else Feeding.OWN_CACHE
     rows = [decoding_row((1, 0), expansion, seed=seed, request_id=str(seed), verifier="rrsw") for seed in range(num_seeds)]
-    return grow(CombinedDrafter(inner, texts, 4, CPU), rows, 4, CPU), inner
+    return grow(growers_of(CombinedDrafter(inner, texts, 4, CPU), 4, CPU), rows), inner
 
 
 def test_a_node_below_a_cached_trunk_is_fed_with_the_trunk():

@@ -12,12 +12,12 @@ from engine.core.tree import ROOT, Expansion
 from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.models.early_exit import Lens, early_exit_drafter
 from engine.draft.text.text_drafter import TextDrafter
-from engine.draft.trees.grow import grow
+from engine.draft.trees.grow import grow, growers_of
 from engine.kv_cache.pool import KVCache
 from engine.model.causal_lm import adopt
 from engine.model.linears import NATIVE
 from engine.testing import tiny_engine, tiny_module
-from tests.model.driving import greedy, run, sampled
+from tests.model.driving import give_drafter, greedy, run, sampled
 from tests.model.kv_cache.test_kv_cache import EXACT, RandomExpansion, cache_error
 from tests.model.native_models import needs_library
 from tests.model.passes import CPU
@@ -40,7 +40,7 @@ def test_ngram_trees_go_on_from_the_drafted_path_and_leave_others_alone():
         decoding_row((0, 1, 2), Expansion(4, 1, 0), request_id="none"),
         decoding_row((1, 2, 3, 0, 0, 1, 2), Expansion(4, 1, 0), request_id="some"),
     ]
-    plain, chain = grow(TextDrafter(4, CPU), rows, 4, CPU).forest.trees
+    plain, chain = grow(growers_of(TextDrafter(4, CPU), 4, CPU), rows).forest.trees
     assert plain.num_nodes == 1
     assert chain.token_ids == (2, 3, 0, 0, 1)
 
@@ -68,7 +68,7 @@ def test_early_exit_says_what_the_lens_makes_of_the_first_layers(num_layers):
     lens, cache = random_lens(num_layers), KVCache(64, CPU)
     drafter = early_exit_drafter(model("llama"), cache, lens)
     row = decoding_row((5, 9, 33, 4), Expansion(1, 2, 2))
-    grown = grow(drafter, [row], 61, CPU)
+    grown = grow(growers_of(drafter, 61, CPU), [row])
     tree = grown.forest.trees[0]
     for node, probs_row in enumerate(grown.forest.probs_rows[0]):
         if probs_row is not None:
@@ -81,7 +81,7 @@ def test_early_exit_says_what_the_lens_makes_of_the_first_layers(num_layers):
 def test_early_exit_writes_the_keys_the_target_would():
     cache = KVCache(8, CPU)
     drafter = early_exit_drafter(model("llama"), cache, random_lens())
-    grow(drafter, [decoding_row((5, 9, 33, 4), Expansion(1, 1, 0))], 61, CPU)
+    grow(growers_of(drafter, 61, CPU), [decoding_row((5, 9, 33, 4), Expansion(1, 1, 0))])
     fresh = KVCache(4, CPU)
     model("llama").forward(pack([chain_segment((5, 9, 33, 4), 0, range(4))], CPU), fresh, torch.tensor([0]))
     where = torch.arange(4)[None]
@@ -92,7 +92,7 @@ def test_early_exit_writes_the_keys_the_target_would():
 def engine_with_early_exit(policy=None):
     """Return an engine whose drafter shares the target's cache."""
     engine = tiny_engine(model("llama"), TextDrafter(61, CPU), policy)
-    engine._drafter = early_exit_drafter(engine._target.model, engine._target.cache, random_lens())
+    give_drafter(engine, early_exit_drafter(engine._target.model, engine._target.cache, random_lens()))
     return engine
 
 
@@ -121,7 +121,7 @@ def test_early_exit_shares_the_cache_of_a_target_that_rounds_keys(prompt):
     """Whoever writes first: of a prompt of one token that is the drafter."""
     target = adopt(tiny_module("llama"), CPU, NATIVE, "int8")
     engine = tiny_engine(target, TextDrafter(61, CPU), RandomExpansion(1))
-    engine._drafter = early_exit_drafter(target, engine._target.cache, random_lens())
+    give_drafter(engine, early_exit_drafter(target, engine._target.cache, random_lens()))
     requests = [greedy("a", prompt), sampled("b", prompt, seed=3)]
     found, plain = run(engine, requests), run(tiny_engine(target), requests)
     assert {name: one.ids for name, one in found.outcomes.items()} == {name: one.ids for name, one in plain.outcomes.items()}

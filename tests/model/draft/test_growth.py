@@ -18,7 +18,7 @@ from engine.core.types import SamplingParams
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.trees import sampling as children
 from engine.draft.trees.calibration import Calibrations
-from engine.draft.trees.grow import grow, grow_by, strategy_of
+from engine.draft.trees.grow import grow, grow_by, growers_of, strategy_of
 from engine.draft.trees.grown import plain_growth
 from engine.draft.trees.strategies import num_draws
 from engine.kv_cache.pool import KVCache
@@ -80,7 +80,7 @@ def rows_of(several, sampling: SamplingParams, verifier: str, seed: int):
 def test_sampled_trees_have_their_shape_and_their_distributions(several, sampling, seed):
     """`law_rows` names the processed law of the drafter after each node's path, and children come from its support."""
     rows = rows_of(several, sampling, "traversal", seed)
-    grown = grow(model_drafter(), rows, VOCAB_SIZE, CPU)
+    grown = grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows)
     for row, tree, probs_rows, fed in zip(rows, grown.forest.trees, grown.forest.probs_rows, grown.fed, strict=True):
         check_shape(tree, row.expansion)
         assert fed == {node for node, drawn in enumerate(tree.draws) if drawn}
@@ -99,7 +99,7 @@ def test_ranked_trees_take_the_best_of_their_ranking(several, kind, sampling, se
     rows = rows_of(several, GREEDY if kind == "greedy" else sampling, "coupled", seed)
     calibrations = Calibrations()
     calibrations.of(rows[0]).agreement.log_prob_weight *= sharpness
-    grown = grow(model_drafter(), rows, VOCAB_SIZE, CPU, calibrations)
+    grown = grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows, calibrations)
     assert len(grown.forest.draft_probs_RV) == 0
     for row, tree in zip(rows, grown.forest.trees, strict=True):
         for node, drawn in enumerate(tree.draws):
@@ -123,16 +123,16 @@ def ranking(text: list[int], sampling: SamplingParams, seed: int, sharpness: flo
 @given(batches, st.sampled_from([("traversal", SAMPLED), ("coupled", SAMPLED), ("coupled", GREEDY)]), st.integers(0, 2**62))
 def test_a_tree_does_not_depend_on_batch_mates(several, kind, seed):
     rows = rows_of(several, kind[1], kind[0], seed)
-    together = grow(model_drafter(), rows, VOCAB_SIZE, CPU).forest.trees
-    assert together == tuple(grow(model_drafter(), [row], VOCAB_SIZE, CPU).forest.trees[0] for row in rows)
+    together = grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows).forest.trees
+    assert together == tuple(grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), [row]).forest.trees[0] for row in rows)
 
 
 def test_batch_mates_kill_draws_by_place_in_the_batch(monkeypatch):
     calls = iter(range(10**6))
     monkeypatch.setattr(children, "_uniforms", lambda asked, count: [(0.37 * next(calls) + 0.11 * i) % 1 for i in range(count)])
     rows = rows_of([([5, 6], Expansion(2, 2, 2)), ([9], Expansion(0, 3, 2))], SAMPLED, "traversal", 0)
-    together = grow(model_drafter(), rows, VOCAB_SIZE, CPU).forest.trees
-    assert together[1] != grow(model_drafter(), rows[1:], VOCAB_SIZE, CPU).forest.trees[0]
+    together = grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows).forest.trees
+    assert together[1] != grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows[1:]).forest.trees[0]
 
 
 # Laws of the next token over a vocabulary of four, by last token.
@@ -144,7 +144,7 @@ def forks(num_seeds: int = 4000, root_position: int = 2) -> list[tuple[int, int,
     """Return (trunk token, first branch, second branch) for each seed, all grown in one batch."""
     text = (1,) * root_position + (0,)
     rows = [decoding_row(text, FORK, seed=seed, request_id=str(seed)) for seed in range(num_seeds)]
-    trees = grow(TableDrafter(LAWS.log()), rows, 4, CPU).forest.trees
+    trees = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows).forest.trees
     return [(tree.token_ids[1], tree.token_ids[tree.draws[1][0]], tree.token_ids[tree.draws[1][1]]) for tree in trees]
 
 
@@ -214,7 +214,7 @@ def test_positions_kill_a_key_without_position(monkeypatch):
 def test_equal_draws_are_one_node_listed_as_often_as_drawn():
     certain = torch.full((4, 4), float("-inf"))
     certain[:, 3] = 0.0
-    tree = grow(TableDrafter(certain), [decoding_row((0,), Expansion(1, 3, 2))], 4, CPU).forest.trees[0]
+    tree = grow(growers_of(TableDrafter(certain), 4, CPU), [decoding_row((0,), Expansion(1, 3, 2))]).forest.trees[0]
     assert tree.draws == ((1,), (2, 2, 2), (3, 3, 3), ())
 
 
@@ -222,7 +222,7 @@ def test_a_uniform_at_the_very_top_stays_inside_the_distribution(monkeypatch):
     """The point u x total can round up to the total, past every token; the draw was then no token at all."""
     monkeypatch.setattr(children, "_uniforms", lambda asked, count: [1.0 - 2.0**-53] * count)
     logits = torch.tensor([[0.3, 0.1, 0.7, float("-inf")]]).repeat(4, 1)
-    tree = grow(TableDrafter(logits), [decoding_row((0,), Expansion(3, 2, 2))], 4, CPU).forest.trees[0]
+    tree = grow(growers_of(TableDrafter(logits), 4, CPU), [decoding_row((0,), Expansion(3, 2, 2))]).forest.trees[0]
     assert set(tree.token_ids[1:]) == {2}
 
 
@@ -235,7 +235,7 @@ def test_broken_draft_logits_end_the_tree(broken, sampling, verifier):
     rows = [
         decoding_row((first,), Expansion(2, 2, 1), sampling, verifier, seed, str(seed)) for seed, first in enumerate((3, 0, 1, 2))
     ]
-    grown = grow(TableDrafter(logits), rows, 4, CPU)
+    grown = grow(growers_of(TableDrafter(logits), 4, CPU), rows)
     assert grown.forest.trees[0].num_nodes == 1
     for tree, probs_rows in zip(grown.forest.trees, grown.forest.probs_rows, strict=True):
         for node, token_id in enumerate(tree.token_ids):
@@ -254,9 +254,9 @@ def test_where_kinds_are_mixed_broken_logits_end_their_own_trees(first_broken):
         for seed, kind in enumerate(kinds)
         for first in ((seed + turn) % 4 for turn in range(4))
     ]
-    grown = grow(TableDrafter(logits), rows, 4, CPU)
+    grown = grow(growers_of(TableDrafter(logits), 4, CPU), rows)
     assert [tree.num_nodes == 1 for tree in grown.forest.trees] == [row.certain_ids == (first_broken,) for row in rows]
-    alone = [grow(TableDrafter(logits), [row], 4, CPU).forest.trees[0] for row in rows]
+    alone = [grow(growers_of(TableDrafter(logits), 4, CPU), [row]).forest.trees[0] for row in rows]
     assert list(grown.forest.trees) == alone
 
 
@@ -270,7 +270,7 @@ def test_a_batch_of_chunks_grows_nothing_but_feeds():
     """A drafter with a cache of its own is fed the chunk; its keys are there for the tree that comes later."""
     chunk = replace(decoding_row((5, 6, 7, 8), Expansion(0, 1, 0)), is_decoding=False)
     drafter = model_drafter()
-    grown = grow(drafter, [chunk], VOCAB_SIZE, CPU)
+    grown = grow(growers_of(drafter, VOCAB_SIZE, CPU), [chunk])
     assert grown.forest.trees == ()
     fresh = KVCache(4, CPU)
     pair("llama")[1].forward(pack([chain_segment((5, 6, 7, 8), 0, range(4))], CPU), fresh, torch.tensor([0]))
@@ -282,7 +282,7 @@ def test_a_batch_of_chunks_grows_nothing_but_feeds():
 def test_where_nobody_drafts_the_drafter_is_fed_and_roots_are_what_strategies_would_grow(is_traced):
     rows = [replace(decoding_row((5, 9, 33), Expansion(0, 1, 0)), is_traced=is_traced), decoding_row((4,), Expansion(0, 1, 0))]
     strategies = [strategy_of(row, Calibrations().of(row)) for row in rows]
-    grown, expected = grow(model_drafter(), rows, 61, CPU), grow_by(strategies, model_drafter(), rows, 61, CPU)
+    grown, expected = grow(growers_of(model_drafter(), 61, CPU), rows), grow_by(strategies, model_drafter(), rows, 61, CPU)
     assert grown.passes == expected.passes
     assert grown.passes.num_fed
     assert torch.equal(grown.forest.draft_probs_RV, expected.forest.draft_probs_RV)

@@ -25,7 +25,7 @@ from engine.draft.trees import sampling as children
 from engine.draft.trees.best_first import BestFirst
 from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold
 from engine.draft.trees.calibration import AgreementWeights, Calibrations, ProbAcceptance, RankAcceptance, RuleCalibration
-from engine.draft.trees.grow import grow, strategy_of
+from engine.draft.trees.grow import grow, growers_of, strategy_of
 from engine.draft.trees.strategies import Delayed, Static
 from engine.draft.trees.topology import Topology, best_topology
 from engine.sampling.noise import gumbels
@@ -63,7 +63,7 @@ def shape(tree: TokenTree) -> Shape:
 def grown_trees(expansion: Expansion, verifier: str = "traversal", num_seeds: int = NUM_SEEDS):
     """Return the trees of many seeds after token 0, all grown in one batch."""
     rows = [decoding_row((1, 0), expansion, SAMPLED, verifier, seed, str(seed)) for seed in range(num_seeds)]
-    return grow(TableDrafter(LAWS.log()), rows, 4, CPU).forest.trees
+    return grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows).forest.trees
 
 
 def z_of_trees(expansion: Expansion, distribution: dict[Shape, float]) -> float:
@@ -229,10 +229,10 @@ def test_where_the_set_would_be_the_whole_distribution_its_last_is_the_sample():
     certain = torch.full((4, 4), float("-inf"))
     certain[:, 2] = 0.0
     row = decoding_row((0,), SET_TREE, SAMPLED, "univer")
-    tree = grow(TableDrafter(certain), [row], 4, CPU).forest.trees[0]
+    tree = grow(growers_of(TableDrafter(certain), 4, CPU), [row]).forest.trees[0]
     assert tree.num_nodes == 4  # one child a node, three levels
     two = torch.tensor([0.7, 0.3, 0.0, 0.0]).log().repeat(4, 1)
-    tree = grow(TableDrafter(two), [row], 4, CPU).forest.trees[0]
+    tree = grow(growers_of(TableDrafter(two), 4, CPU), [row]).forest.trees[0]
     assert [tree.token_ids[child] for child in tree.draws[ROOT]] == [0, 1]
 
 
@@ -248,7 +248,7 @@ def test_where_the_set_would_be_the_whole_distribution_its_last_is_the_sample():
 def test_no_tree_outgrows_its_limits(tree_name, max_nodes, depth, branches, verifier, seed):
     expansion = Expansion(0, branches, depth, tree_name, max_nodes)
     sampling = GREEDY if verifier == "greedy" else SAMPLED
-    grown = grow(TableDrafter(LAWS.log()), [decoding_row((1, 0), expansion, sampling, verifier, seed)], 4, CPU)
+    grown = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), [decoding_row((1, 0), expansion, sampling, verifier, seed)])
     tree = grown.forest.trees[0]
     assert 2 <= tree.num_nodes <= max_nodes + 1
     assert max(tree.depths) <= depth
@@ -368,7 +368,7 @@ def test_a_beam_is_nearly_the_best_tree_there_is(max_nodes, first):
     """Nearly: what is fed and not kept in the end takes slots, and the deepest nodes are then not looked for."""
     expansion = Expansion(0, 4, 12, "beam", max_nodes)
     row = decoding_row((1, first), expansion, SAMPLED, "nss")
-    tree = grow(TableDrafter(LAWS.log()), [row], 4, CPU).forest.trees[0]
+    tree = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), [row]).forest.trees[0]
     paths = {tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(1, tree.num_nodes)}
     expected = brute_best(replace(expansion, depth=6), first)
     assert sum(map(value_of(first), paths)) >= 0.98 * sum(map(value_of(first), expected))
@@ -415,7 +415,7 @@ def test_fed_nodes_kill_a_tree_that_forgets_they_moved():
 def test_noise_aware_children_are_those_of_the_positions_own_noise():
     expansion = Expansion(0, 3, 3, "noise_aware", 6)
     rows = [decoding_row((1, 0), expansion, SAMPLED, "coupled", seed, str(seed)) for seed in range(40)]
-    for row, tree in zip(rows, grow(TableDrafter(LAWS.log()), rows, 4, CPU).forest.trees, strict=True):
+    for row, tree in zip(rows, grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows).forest.trees, strict=True):
         for node, drawn in enumerate(tree.draws):
             key = stream_key(row.seed, row.root_position + tree.depths[node] + 1, Stream.TOKEN)
             distribution = probs_of(LAWS[tree.token_ids[node]][None].log(), [SAMPLED])[0].double().log()
@@ -515,7 +515,7 @@ def test_free_growth_is_noticed(check, sampling, monkeypatch):
 
 def test_each_tree_tells_how_many_rounds_it_took():
     rows = [decoding_row((1, 0), replace(NOISE_AWARE, depth=depth), SAMPLED, "coupled", 0, str(depth)) for depth in (1, 3, 2)]
-    grown = grow(TableDrafter(LAWS.log()), rows, 4, CPU)
+    grown = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows)
     assert grown.rounds == (1, 3, 2)
     assert grown.num_rounds == 3
 
@@ -693,7 +693,7 @@ def learnt_from(
     row = decoding_row((1, 0), expansion, sampling, "coupled")
     calibrations = Calibrations()
     for _ in range(600):
-        grown = grow(TableDrafter(LAWS.log()), [row], 4, CPU, calibrations)
+        grown = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), [row], calibrations)
         tree = grown.forest.trees[0]
         child = tree.children[ROOT][0 if accepts_first else -1]
         learn(calibrations, [row], grown, [Verdict((ROOT, child), 3)])

@@ -27,7 +27,7 @@ from engine.draft.models.native_head import NativeHead
 from engine.draft.models.torch_head import TorchHead
 from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
-from engine.draft.trees.grow import grow
+from engine.draft.trees.grow import grow, growers_of
 from engine.engine import Engine
 from engine.kv_cache.pool import KVCache
 from engine.model.causal_lm import adopt
@@ -279,7 +279,7 @@ def test_a_head_over_packed_tied_weights_says_the_same(other):
             assert isinstance(drafter._head, TorchHead)
             assert isinstance(drafter._head.output, PackedLinear) == (linears == "packed")
         row = decoding_row((5,), Expansion(3, 1, 0))
-        probs.append(grow(drafter, [row], 61, CPU).forest.draft_probs_RV)
+        probs.append(grow(growers_of(drafter, 61, CPU), [row]).forest.draft_probs_RV)
     assert torch.allclose(probs[0], probs[1], atol=1e-5)
 
 

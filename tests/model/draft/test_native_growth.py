@@ -151,16 +151,14 @@ def grown_both_ways(monkeypatch, engine: Engine) -> list[tuple[Growth, Growth]]:
     def by_library(*args):
         return growth.grow(*args)
 
-    def by_rounds(*args):
-        with monkeypatch.context() as patched:
-            patched.setattr(growth, "can_grow_natively", lambda rows: False)
-            return growth.grow(*args)
+    def by_rounds(growers, *args):
+        return growth.grow(growers[-1:], *args)
 
-    def both(drafter, rows, *rest):
+    def both(growers, rows, *rest):
         if all(row.expansion.is_plain for row in rows if row.is_decoding):
-            return growth.grow(drafter, rows, *rest)
+            return growth.grow(growers, rows, *rest)
         ways = (by_library, by_rounds) if len(pairs) % 2 else (by_rounds, by_library)
-        found = {way: way(drafter, rows, *rest) for way in ways}
+        found = {way: way(growers, rows, *rest) for way in ways}
         pairs.append((found[by_library], found[by_rounds]))
         return found[ways[-1]]
 
@@ -319,11 +317,13 @@ def test_one_row_that_needs_more_keeps_the_step_from_the_library(monkeypatch, ot
     """A traced row, an edited or truncated one, one that draws: alone and beside rows that rank."""
     asked: list[Sequence[Row]] = []
 
+    grow = native_growth.NativeTreeGrower.grow
+
     def noted(grower, rows, *rest):
         asked.append(rows)
-        return native_growth.grow_natively(grower, rows, *rest)
+        return grow(grower, rows, *rest)
 
-    monkeypatch.setattr(growth, "grow_natively", noted)
+    monkeypatch.setattr(native_growth.NativeTreeGrower, "grow", noted)
     for beside in ([], [greedy("a", LONG, 12), sampled("b", LONG[2:], 5, 12)]):
         session = run(engine_of(with_texts=True, policy=Mixed()), [*beside, other])
         assert all(outcome.finish is not FinishReason.ERROR for outcome in session.outcomes.values())

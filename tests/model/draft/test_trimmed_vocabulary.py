@@ -10,7 +10,7 @@ from engine.core.tree import parse_expansion
 from engine.core.types import SamplingParams
 from engine.draft.drafter import Proposal, TrimmedVocabulary
 from engine.draft.trees import sampling as children
-from engine.draft.trees.grow import grow
+from engine.draft.trees.grow import grow, growers_of
 from engine.draft.trees.grown import Growth
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, SAMPLED, TableDrafter, decoding_row
@@ -50,7 +50,7 @@ def grown(drafter: TableDrafter, tree: str, sampling: SamplingParams, verifier: 
         decoding_row((5, 6, 7 + seed), parse_expansion(tree), sampling, verifier, seed=seed, request_id=str(seed))
         for seed in range(12)
     ]
-    return grow(drafter, rows, VOCAB_SIZE, CPU)
+    return grow(growers_of(drafter, VOCAB_SIZE, CPU), rows)
 
 
 def check(tree: str, sampling: SamplingParams, verifier: str) -> None:

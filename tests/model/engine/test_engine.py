@@ -28,7 +28,7 @@ from engine.verify import coupled
 from engine.verify import dispatch as judge
 from engine.verify.verdict import Verdict
 from tests.model.distributions import probs_of
-from tests.model.driving import greedy, run, sampled
+from tests.model.driving import give_drafter, greedy, run, sampled
 from tests.model.passes import CPU
 from tests.model.tiny import model, own_greedy_text, own_logits, pair
 from tests.strategies import any_expansions, expansions, growth_costs
@@ -54,7 +54,7 @@ def engine_of(family: str, drafter: str, expansion: Expansion = PLAIN, config: S
     engine = tiny_engine(model(family), TextDrafter(61, CPU, TextCache(min_tokens=1)), policy, config=config)
     if drafter == "early exit":
         lens = Lens(2, torch.eye(32), torch.zeros(32), {})
-        engine._drafter = early_exit_drafter(engine._target.model, engine._target.cache, lens)
+        give_drafter(engine, early_exit_drafter(engine._target.model, engine._target.cache, lens))
     return engine
 
 

@@ -14,7 +14,7 @@ from engine.core.tree import Expansion
 from engine.core.types import SamplingParams
 from engine.core.verifier_table import is_exact
 from engine.draft.trees.calibration import Calibrations
-from engine.draft.trees.grow import grow
+from engine.draft.trees.grow import grow, growers_of
 from engine.profiling import counterfactual as lab_module
 from engine.profiling.counterfactual import Counterfactual, TreeSpec
 from engine.testing import tiny_engine
@@ -67,7 +67,7 @@ def test_trees_are_those_that_are_grown_alone(lab):
     for planting, tree in zip(PLANTINGS, together, strict=True):
         row = alone.row(POINT, planting, SAMPLING)
         assert engine.drafter is not None
-        assert grow(engine.drafter, [row], engine.info.vocab_size, CPU).forest.trees == (tree,)
+        assert grow(growers_of(engine.drafter, engine.info.vocab_size, CPU), [row]).forest.trees == (tree,)
 
 
 @pytest.mark.parametrize("is_greedy", [True, False])

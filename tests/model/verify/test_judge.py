@@ -12,7 +12,7 @@ from engine.core.rng_keys import StepKey
 from engine.core.step_plan import Row
 from engine.core.tree import PLAIN, Expansion
 from engine.core.types import ErrorCode, SamplingParams
-from engine.draft.trees.grow import grow
+from engine.draft.trees.grow import grow, growers_of
 from engine.verify import coupled
 from engine.verify import dispatch as judging
 from engine.verify.coupled import judge_greedy
@@ -46,7 +46,7 @@ def target_logits(forest) -> torch.Tensor:
 
 def expected_verdict(row: Row):
     """Return what the row's own rule says of its tree alone."""
-    forest = grow(TableDrafter(TABLE), [row], V, CPU).forest
+    forest = grow(growers_of(TableDrafter(TABLE), V, CPU), [row]).forest
     logits_NV = target_logits(forest)
     if row.sampling.is_greedy:
         return judge_greedy(forest.trees, logits_NV.argmax(-1).tolist())[0]
@@ -56,7 +56,7 @@ def expected_verdict(row: Row):
 
 def check(judge: Judge, kinds, broken: set[int]) -> None:
     rows = rows_of(kinds)
-    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     logits_NV = target_logits(forest)
     for i in broken:
         logits_NV[forest.offsets[i + 1] - 1, 2] = float("nan")
@@ -118,7 +118,7 @@ def test_judge_kills(mutant):
 
 def test_masked_tokens_are_sound_and_infinite_ones_are_not():
     rows = rows_of([KINDS[2]] * 3)
-    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     logits_NV = target_logits(forest)
     logits_NV[0, 1] = float("-inf")
     logits_NV[forest.offsets[1], 1] = float("inf")
@@ -131,7 +131,7 @@ def test_a_row_whose_tokens_are_all_ruled_out_ends_alone(kind):
     """The request allows two tokens, the model neither: no arg max means anything there."""
     sampling, verifier = kind
     rows = rows_of([kind, (replace(sampling, allowed_token_ids=(0, 3)), verifier), kind])
-    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     logits_NV = target_logits(forest)
     logits_NV[:, [0, 3]] = float("-inf")
     verdicts = Judge().judge(rows, forest, logits_NV)
@@ -142,7 +142,7 @@ def test_a_row_whose_tokens_are_all_ruled_out_ends_alone(kind):
 
 def test_a_broken_logit_is_no_less_broken_where_it_is_masked():
     rows = rows_of([(replace(WARM, allowed_token_ids=(0, 3)), "traversal")])
-    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     logits_NV = target_logits(forest)
     logits_NV[-1, 1] = float("nan")
     assert Judge().judge(rows, forest, logits_NV) == [NOT_FINITE]
@@ -170,7 +170,7 @@ def test_logprobs_are_those_of_the_raw_logits(num_top, wanted):
 def test_a_tree_that_cannot_be_judged_ends_alone():
     """One InvalidDistributionError once ended the step, and with it the worker and every request in it."""
     rows = rows_of([KINDS[2]] * 3)
-    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     probs_RV = forest.draft_probs_RV.clone()
     child = forest.trees[1].children[0][0]
     probs_RV[forest.probs_rows[1][0], forest.trees[1].token_ids[child]] = 0.0
@@ -190,7 +190,7 @@ def roots_of(sampling: SamplingParams, verifier: str, num: int = 3) -> list[Row]
 def test_a_root_alone_is_drawn_from_as_is_cheapest(sampling, own):
     """By the coupled rule where the library reads the logits and the law is a temperature's; it tells that one token comes."""
     rows = roots_of(sampling, "traversal")
-    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     logits_NV = target_logits(forest)
     probs_NV = probs_of(logits_NV, [sampling] * len(rows))
     wanted = create_verifier(own).judge(forest, probs_NV, [row.key for row in rows])
@@ -202,7 +202,7 @@ def test_a_root_alone_is_drawn_from_as_is_cheapest(sampling, own):
 def test_what_follows_a_root_alone_has_the_distribution(verifier):
     sampling, num = SamplingParams(temperature=0.8), 4000
     rows = [replace(row, certain_ids=(1, 3)) for row in roots_of(sampling, verifier, num)]
-    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     logits_NV = target_logits(forest)
     distribution = dict(enumerate(probs_of(logits_NV[:1], [sampling])[0].tolist()))
     verdicts = Judge().judge(rows, forest, logits_NV)
@@ -222,7 +222,7 @@ def of_library(monkeypatch, rows: list[Row]) -> list[StepKey]:
         return coupled.judge_coupled_natively(*args)
 
     monkeypatch.setattr(judging, "judge_coupled_natively", judge_coupled_natively)
-    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     Judge().judge(rows, forest, target_logits(forest))
     return keys
 

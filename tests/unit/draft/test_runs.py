@@ -197,7 +197,7 @@ def looks(policy: ExpansionPolicy, compositions: Sequence[int | None], is_asked:
         history.append(len(history))
         has_news = texts.advance(["r"])
         if is_asked:
-            texts.distribution_after(row_of("r", history), ())
+            texts.distributions_after([(row_of("r", history), ())])
         before = texts.num_asked
         running.choose(views_of([view("r")], composition, has_news))
         looked.append(texts.num_asked - before)
@@ -252,7 +252,7 @@ def first_chain(
         if choice.expansions[0] != wish:
             return step
         if is_told:
-            texts.distribution_after(row_of("r", history), ())
+            texts.distributions_after([(row_of("r", history), ())])
     return 200
 
 

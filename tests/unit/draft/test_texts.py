@@ -42,7 +42,7 @@ def distribution(
 ) -> CachedDistribution | None:
     """Return the law after a step in which the history was committed."""
     cache.advance([request_id])
-    return cache.distribution_after(row_of(request_id, history), path)
+    return cache.distributions_after([(row_of(request_id, history), path)])[0]
 
 
 def begun(cache: TextCache, prompt: Sequence[int] = PROMPT, request_id: str = "r", **fields) -> list[int]:
@@ -128,7 +128,7 @@ def sureness(**sampling) -> tuple[bool, int]:
     history = begun(cache, range(60, 110), prediction_ids=(20, 21, 22, *range(30, 60)), sampling=params)
     history += [20, 21]
     length = predicted(cache, 8, 0.1)
-    found = cache.distribution_after(replace(row_of("r", history), sampling=params, num_prompt_tokens=50), ())
+    (found,) = cache.distributions_after([(replace(row_of("r", history), sampling=params, num_prompt_tokens=50), ())])
     assert found is not None
     return found.is_sure, length
 
@@ -286,9 +286,9 @@ def rates_of_a_text(is_asked: bool) -> dict[Any, Any]:
         history.append(token_id)
         cache.advance(["r"])
         if is_asked:
-            cache.distribution_after(row_of("r", history), ())
+            cache.distributions_after([(row_of("r", history), ())])
             cache.chain_length("r", 4, 0.5)
-    cache.distribution_after(row_of("r", history), ())  # a sequence that queried the cache is followed to its end
+    cache.distributions_after([(row_of("r", history), ())])  # a sequence that queried the cache is followed to its end
     cache.advance(["r"])
     return cache._agreement._rates
 
@@ -303,7 +303,7 @@ def steps_that_follow(is_asked: bool) -> list[int]:
         cache.advance(["r"])
         followed.append(cache._tracked["r"].num_unlearned == 0)
         if is_asked:
-            cache.distribution_after(row_of("r", history), ())
+            cache.distributions_after([(row_of("r", history), ())])
     ends = [place for place, is_followed in enumerate(followed) if is_followed]
     return [end - begin for begin, end in pairwise([-1, *ends])]
 
@@ -349,7 +349,7 @@ def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
         history += token_ids
         cache.advance(["r"])
         if is_asked:
-            cache.distribution_after(row_of("r", history), ())
+            cache.distributions_after([(row_of("r", history), ())])
             cache.chain_length("r", 4, 0.5)
     cache.advance(["r"])
     for position in range(len(prompt), len(history)):
