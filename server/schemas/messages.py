@@ -1,9 +1,10 @@
 """Conversations, and the options with which a chat template renders them."""
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from server.schemas.common import TextParts
 from server.schemas.strict import Name, Neutral, Strict, misfit
@@ -11,6 +12,41 @@ from server.schemas.tools import MAX_CALLS, ToolCall, Tools
 from server.text.codec import ChatForm
 
 MAX_MESSAGES = 2048
+MAX_VARIABLES = 32
+MAX_VARIABLES_CHARS = 1 << 14  # of all variables as JSON
+MAX_VARIABLES_DEPTH = 8
+# What transformers passes to a template itself, the parameters of its functions, and the template language's own names.
+RESERVED_VARIABLES = frozenset(
+    {
+        *("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+        *("additional_special_tokens", "extra_special_tokens"),
+        *("raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum", "cycler", "joiner"),
+    }
+)
+
+
+def _few_and_flat(variables: dict[str, Any]) -> dict[str, Any]:
+    """Check variables of a template: their names, depth and size."""
+    for name in variables:
+        if name in RESERVED_VARIABLES:
+            raise misfit(f"chat_template_kwargs.{name}", "is passed to the template by the server")
+    if _depth(variables) > MAX_VARIABLES_DEPTH:
+        raise ValueError(f"is nested more than {MAX_VARIABLES_DEPTH} deep")
+    if len(json.dumps(variables)) > MAX_VARIABLES_CHARS:
+        raise ValueError(f"has at most {MAX_VARIABLES_CHARS} characters as JSON")
+    return variables
+
+
+def _depth(value: object) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if items is None else 1 + max(map(_depth, items), default=0)
+
+
+_VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
+TemplateVariables = Annotated[dict[_VariableName, Any], Field(max_length=MAX_VARIABLES), AfterValidator(_few_and_flat)]
 
 
 class Message(Strict):
@@ -22,7 +58,7 @@ class Message(Strict):
         None, description="Calls that the assistant made."
     )
     tool_call_id: Name | None = Field(None, description="Which call a tool's message answers.")
-    name: Annotated[object, Neutral()] = None
+    name: Name | None = Field(None, description="The author, for a chat template that shows it.")
     refusal: Annotated[object, Neutral()] = None
     function_call: Annotated[object, Neutral()] = None
     audio: Annotated[object, Neutral()] = None
@@ -47,6 +83,7 @@ class Message(Strict):
         calls = [call.to_template() for call in self.tool_calls or ()]
         return {
             "role": "system" if self.role == "developer" else self.role,
+            **({} if self.name is None else {"name": self.name}),
             **({} if content is None else {"content": content}),
             **({"tool_calls": calls} if calls else {}),
             **({} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}),
@@ -82,7 +119,9 @@ class TemplateOptions(Strict):
     )
     tools: Tools | None = Field(None, description="Functions that the model may call, as the chat template shows them.")
     chat_template: Annotated[object, Neutral()] = None
-    chat_template_kwargs: Annotated[object, Neutral({})] = None
+    chat_template_kwargs: TemplateVariables | None = Field(
+        None, description="Variables that the chat template reads, as enable_thinking of Qwen3; others change nothing."
+    )
 
     @model_validator(mode="after")
     def _ends_in_one_way(self) -> Self:
@@ -96,4 +135,4 @@ class TemplateOptions(Strict):
         """The form of the prompt."""
         continues = bool(self.continue_final_message)
         opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
-        return ChatForm(opens, continues, bool(self.add_special_tokens))
+        return ChatForm(opens, continues, bool(self.add_special_tokens), self.chat_template_kwargs or {})

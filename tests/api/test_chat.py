@@ -110,7 +110,7 @@ NEUTRAL = {
     "continue_final_message": True,
     "add_special_tokens": True,
     "chat_template": None,
-    "chat_template_kwargs": {},
+    "chat_template_kwargs": {"enable_thinking": False},
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
     "truncate_prompt_tokens": 3,
@@ -135,7 +135,7 @@ REFUSED = {
     "prediction": {"type": "content", "content": [{"type": "image"}]},
     "prompt": "x",
     "chat_template": "{{ messages }}",
-    "chat_template_kwargs": {"enable_thinking": False},
+    "chat_template_kwargs": {"messages": []},
     "truncate_prompt_tokens": 0,
     "request_id": "not mine",
 }
@@ -157,7 +157,8 @@ async def test_neutral_values_are_accepted_and_others_refused_by_name():
         ({"role": "user", "content": None}, "messages.0.content"),
         ({"role": "user"}, "messages.0.content"),
         ({"role": "tool", "content": "x"}, "messages.0.tool_call_id"),
-        ({"role": "user", "content": "x", "name": "someone"}, "messages.0.name"),
+        ({"role": "user", "content": "x", "name": 5}, "messages.0.name"),
+        ({"role": "user", "content": "x", "name": "x" * 1025}, "messages.0.name"),
     ],
 )
 async def test_messages_that_cannot_be_honoured_are_refused(message: dict[str, object], param: str):
