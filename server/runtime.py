@@ -93,6 +93,11 @@ class Runtime:
         return self._codec
 
     @property
+    def template_variables(self) -> frozenset[str]:
+        """The variables that the chat template reads; none until the tokenizer is loaded."""
+        return frozenset() if self._codec is None else self._codec.template_variables
+
+    @property
     def is_ready(self) -> bool:
         """Whether a request would be accepted and answered now. An engine without heartbeats hangs."""
         return self._codec is not None and not self._is_stopping and self.is_healthy

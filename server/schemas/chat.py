@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_LOGPROBS, GenerationRequest
 from server.schemas.messages import Messages, TemplateOptions
-from server.schemas.strict import MAX_INTEGER, Name, Neutral, misfit
+from server.schemas.strict import MAX_INTEGER, Ignored, Name, misfit
 from server.schemas.tools import AnswerCall, CallDelta, NamedTool, Tool, ToolChoice
 from server.schemas.trace import StepTrace
 
@@ -25,9 +25,13 @@ class ChatRequest(TemplateOptions, GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: ToolChoice | None = Field(None, description="Whether tools are called, and which; default auto.")
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call; default true.")
-    service_tier: Annotated[object, Neutral("auto", "default")] = None
-    store: Annotated[object, Neutral(False)] = None
-    metadata: dict[Name, Name] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
+    service_tier: Annotated[Name | None, Ignored("auto", "default")] = None
+    store: Annotated[bool | None, Ignored(False)] = None
+    metadata: Annotated[dict[Name, Name] | None, Field(max_length=16), Ignored({})] = None
+    verbosity: Annotated[Name | None, Ignored("medium")] = None
+    safety_identifier: Annotated[Name | None, Ignored()] = None
+    prompt_cache_key: Annotated[Name | None, Ignored()] = None
+    prompt_cache_retention: Annotated[Name | None, Ignored("in_memory", "in-memory")] = None
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:

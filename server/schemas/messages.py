@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from server.schemas.common import TextParts
-from server.schemas.strict import Name, Neutral, Strict, misfit
+from server.schemas.strict import Ignored, Name, Neutral, Strict, misfit
 from server.schemas.tools import MAX_CALLS, ToolCall, Tools
 from server.text.codec import ChatForm
 
@@ -123,6 +123,22 @@ class TemplateOptions(Strict):
         None, description="Variables that the chat template reads, as enable_thinking of Qwen3; others change nothing."
     )
 
+    reasoning_effort: Annotated[
+        Name | None,
+        Ignored(is_variable=True),
+        Field(description="Variable of the chat template; a template that does not read it ignores it."),
+    ] = None
+
+    @model_validator(mode="after")
+    def _has_one_effort(self) -> Self:
+        variables = self.chat_template_kwargs or {}
+        if (
+            self.reasoning_effort is not None
+            and variables.get("reasoning_effort", self.reasoning_effort) != self.reasoning_effort
+        ):
+            raise misfit("reasoning_effort", "differs from reasoning_effort of chat_template_kwargs")
+        return self
+
     @model_validator(mode="after")
     def _ends_in_one_way(self) -> Self:
         if self.add_generation_prompt and self.continue_final_message:
@@ -135,4 +151,10 @@ class TemplateOptions(Strict):
         """The form of the prompt."""
         continues = bool(self.continue_final_message)
         opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
-        return ChatForm(opens, continues, bool(self.add_special_tokens), self.chat_template_kwargs or {})
+        return ChatForm(opens, continues, bool(self.add_special_tokens), self.template_variables)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The request's own variables of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
