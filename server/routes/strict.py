@@ -43,8 +43,9 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route whose handler gets a StrictRequest without the ignored unknown fields. A header of the answer names the ignored ones:
-    these, and known fields that are marked as Ignored.
+    """A route whose handler gets a StrictRequest without the ignored unknown fields.
+
+    A header of the answer names the ignored fields: these, and known ones that are marked as Ignored.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
