@@ -22,6 +22,7 @@ from engine.draft.text.suffix_counts import MAX_CONTEXT
 from server.http.api_keys import MIN_KEY_CHARS, ApiKey, may_others_read, parsed_keys
 from server.http.hosts import is_loopback
 from server.http.request_log import RequestLog
+from server.reasoning.support import ReasoningParser
 from server.schemas.common import MAX_CHOICES
 from server.tool_calls.syntaxes import ToolCallParser
 
@@ -247,6 +248,11 @@ class Settings(BaseSettings):
     tool_call_parser: ToolCallParser = Field(
         default="auto",
         description="How the model writes tool calls; auto: as its chat template does; none: no tools are accepted.",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        default="auto",
+        description="How the model writes its reasoning; think: between <think> and </think>; auto: as its chat template or its "
+        "tokens show; none: reasoning is not split off.",
     )
     drafter: Literal["auto", "none", "ngram", "early-exit", "head", "model"] = Field(
         default="auto",

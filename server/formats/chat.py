@@ -72,7 +72,9 @@ class ChatFormat:
     def _deltas(self, piece: Piece) -> Iterator[Delta]:
         """Yield the deltas of a piece. Reported tokens that add no text yet are sent with an empty text."""
         has_tokens = piece.entries or piece.trace or (self._options.gives_token_ids and piece.token_ids)
-        if piece.text or (has_tokens and not piece.calls):
+        if piece.reasoning:
+            yield Delta(**_reasoning(piece))
+        if piece.text or (has_tokens and not piece.calls and not piece.reasoning):
             yield Delta(content=piece.text)
         for call in piece.calls:
             self._called.add(piece.index)
@@ -87,7 +89,8 @@ class ChatFormat:
 
     def _choice(self, piece: Piece) -> ChatChoice:
         calls = {"tool_calls": whole_calls(piece.calls)} if piece.calls else {}
-        message = AssistantMessage(role="assistant", content=piece.text or self._no_content, refusal=None, **calls)
+        content = piece.text or self._no_content
+        message = AssistantMessage(role="assistant", **_reasoning(piece), content=content, refusal=None, **calls)
         return ChatChoice(
             index=piece.index,
             message=message,
@@ -105,6 +108,11 @@ class ChatFormat:
         if not self._has_logprobs:
             return None
         return ChatLogprobs(content=[_token_logprob(entry) for entry in piece.entries], refusal=None)
+
+
+def _reasoning(piece: Piece) -> dict[str, str]:
+    """Return the reasoning under DeepSeek's name and under vLLM's."""
+    return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}
 
 
 def _token_logprob(entry: TokenEntry) -> TokenLogprob:

@@ -45,7 +45,7 @@ async def encoded_chat(
     codec = runtime.codec
     require_shown(runtime.tool_support, messages, tools)
     shown, shown_tools = templated(messages), templated_tools(tools)
-    contents = [[message.get(field) for field in ("content", "tool_calls", "name")] for message in shown]
+    contents = [[message.get(field) for field in ("content", "tool_calls", "name", "reasoning_content")] for message in shown]
     num_bytes = sum(len(text.encode()) for text in strings_of([contents, shown_tools, form.variables]))
     return await encoded(runtime, key, num_bytes, lambda: codec.encode_chat(shown, form, shown_tools), param)
 

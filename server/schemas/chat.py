@@ -25,6 +25,8 @@ class ChatRequest(TemplateOptions, GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: ToolChoice | None = Field(None, description="Whether tools are called, and which; default auto.")
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call; default true.")
+    include_reasoning: bool | None = Field(None, description="False: reasoning is left out of the answer; default true.")
+    separate_reasoning: bool | None = Field(None, description="False: reasoning stays in the content; default true.")
     service_tier: Annotated[Name | None, Ignored("auto", "default")] = None
     store: Annotated[bool | None, Ignored(False)] = None
     metadata: Annotated[dict[Name, Name] | None, Field(max_length=16), Ignored({})] = None
@@ -89,6 +91,8 @@ class AssistantMessage(BaseModel):
     """The answer."""
 
     role: Literal["assistant"] = "assistant"
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="The same text as reasoning_content.")
     content: str | None
     refusal: None = None
     tool_calls: list[AnswerCall] | None = None
@@ -123,6 +127,8 @@ class Delta(BaseModel):
     """The part of a message in one chunk."""
 
     role: Literal["assistant"] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     content: str | None = None
     tool_calls: list[CallDelta] | None = None
 

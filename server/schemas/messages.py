@@ -59,6 +59,8 @@ class Message(Strict):
     )
     tool_call_id: Name | None = Field(None, description="Which call a tool's message answers.")
     name: Name | None = Field(None, description="The author, for a chat template that shows it.")
+    reasoning_content: str | None = Field(None, description="Reasoning of an assistant, for a chat template that shows it.")
+    reasoning: str | None = Field(None, description="The same under vLLM's name.")
     refusal: Annotated[object, Neutral()] = None
     function_call: Annotated[object, Neutral()] = None
     audio: Annotated[object, Neutral()] = None
@@ -69,7 +71,11 @@ class Message(Strict):
         """The field that does not fit the role, and the reason."""
         if self.tool_calls and self.role != "assistant":
             return "tool_calls", "only an assistant calls tools"
-        if self.content is None and not self.tool_calls:
+        if self._reasoning is not None and self.role != "assistant":
+            return "reasoning_content" if self.reasoning is None else "reasoning", "only an assistant reasons"
+        if None not in (self.reasoning, self.reasoning_content) and self.reasoning != self.reasoning_content:
+            return "reasoning", "differs from reasoning_content"
+        if self.content is None and not self.tool_calls and not self._reasoning:
             return "content", "is required"
         if self.tool_call_id is None and self.role == "tool":
             return "tool_call_id", "is required in a tool's message"
@@ -77,14 +83,20 @@ class Message(Strict):
             return "tool_call_id", "is accepted only in a tool's message"
         return None
 
+    @property
+    def _reasoning(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
     def to_template(self) -> dict[str, Any]:
         """Return the message for a chat template: `developer` becomes `system`, parts become lines, no field is null."""
         content = self.content if not isinstance(self.content, list) else "\n".join(part.text for part in self.content)
+        content = "" if content is None and not self.tool_calls else content
         calls = [call.to_template() for call in self.tool_calls or ()]
         return {
             "role": "system" if self.role == "developer" else self.role,
             **({} if self.name is None else {"name": self.name}),
             **({} if content is None else {"content": content}),
+            **({"reasoning_content": self._reasoning} if self._reasoning else {}),
             **({"tool_calls": calls} if calls else {}),
             **({} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}),
         }
