@@ -130,7 +130,9 @@ async def test_log_probabilities_and_ids_have_every_token():
         (choice,) = (await _answer(_engine(), **fields, **more))["choices"]
         ids = thinking().encode(TEXT + "<|end|>")
         assert choice["token_ids"] == ids
-        assert "".join(entry["token"] for entry in choice["logprobs"]["content"] if "\ufffd" not in entry["token"])[:7] == "<think>"
+        assert (
+            "".join(entry["token"] for entry in choice["logprobs"]["content"] if "\ufffd" not in entry["token"])[:7] == "<think>"
+        )
         assert len(choice["logprobs"]["content"]) == len(ids)
 
 
@@ -200,7 +202,7 @@ def test_a_stream_is_the_answer_in_parts():
                 *chunks_of, last = data_of((await client.post(URL, json={**body, **options})).text)
             (choice,) = whole["choices"]
             parts = streamed(chunks_of)
-            for (streamed_part, whole_part) in zip(_parts(parts["message"]), _parts(choice["message"])):
+            for streamed_part, whole_part in zip(_parts(parts["message"]), _parts(choice["message"])):
                 assert (streamed_part or "") == (whole_part or "")
             assert parts["entries"] == choice["logprobs"]["content"]
             assert (parts["ids"], parts["finish"]) == (choice["token_ids"], choice["finish_reason"])
@@ -288,7 +290,9 @@ async def test_tokens_alone_show_that_a_model_reasons(monkeypatch: pytest.Monkey
     assert _parts(choice["message"]) == (REASONING, CONTENT)
 
 
-@pytest.mark.parametrize(("parser", "expected"), [("none", (None, TEXT)), ("think", (REASONING, CONTENT)), ("auto", (None, TEXT))])
+@pytest.mark.parametrize(
+    ("parser", "expected"), [("none", (None, TEXT)), ("think", (REASONING, CONTENT)), ("auto", (None, TEXT))]
+)
 async def test_the_setting_overrides_what_is_found(parser: str, expected: tuple[str | None, str]):
     """A model without signs of reasoning, then one with them."""
     text = says(calling().encode(TEXT))
@@ -309,7 +313,10 @@ async def test_completions_keep_the_whole_text():
 async def test_the_openai_client_reads_reasoning():
     """As an extra attribute, whole and streamed."""
     messages: Any = chat()["messages"]
-    async with over_loopback(_engine(), tokenizer=thinking()) as url, openai.AsyncOpenAI(base_url=url + "/v1", api_key="x") as client:
+    async with (
+        over_loopback(_engine(), tokenizer=thinking()) as url,
+        openai.AsyncOpenAI(base_url=url + "/v1", api_key="x") as client,
+    ):
         whole = await client.chat.completions.create(model=MODEL, messages=messages)
         stream = await client.chat.completions.create(model=MODEL, messages=messages, stream=True)
         deltas = [chunk.choices[0].delta async for chunk in stream]

@@ -12,7 +12,24 @@ from server.tool_calls.hermes import HermesReader
 from server.tool_calls.reader import PlainReader, ReadText, merged
 
 _CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-_WORDS = ["<think>", "</think>", "<th", "ink>", "</thi", "<", ">", "/", "\n", "\n\n", " ", "\t", "hello", "日😀", "<think>a </think>\n\n", _CALL]
+_WORDS = [
+    "<think>",
+    "</think>",
+    "<th",
+    "ink>",
+    "</thi",
+    "<",
+    ">",
+    "/",
+    "\n",
+    "\n\n",
+    " ",
+    "\t",
+    "hello",
+    "日😀",
+    "<think>a </think>\n\n",
+    _CALL,
+]
 TEXTS = st.lists(st.sampled_from(_WORDS), max_size=12).map("".join)
 EDGES = st.lists(st.integers(0, 100), max_size=6)
 
