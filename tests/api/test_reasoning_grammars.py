@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import jsonschema_rs
+import numpy as np
 import pytest
 
 from engine.core.config import SchedulerConfig
@@ -19,6 +20,7 @@ from engine.core.types import FreeBlock, Grammar, GrammarKind
 from engine.model.causal_lm import CausalModel
 from engine.structured_output.grammars import BadGrammar, CompiledGrammars, compiled, source_of
 from engine.structured_output.json_bounds import MAX_DIGITS
+from engine.structured_output.number_lengths import NumberLimit, TokenDigits
 from engine.testing import tiny_engine, tiny_pair
 from engine.worker.inprocess import InProcessEngine
 from tests.api.harness import chat, data_of, in_process
@@ -211,3 +213,23 @@ def test_a_block_cannot_spell_its_end():
     matcher = compiled(source_of(thinking(), V, [0]).load(), replace(REGEX, block=BLOCKS["deepseek"]))
     spelled = thinking().convert_tokens_to_ids([*"</think>"])
     assert matcher.try_consume_tokens(spelled) == len(spelled) - 1
+
+
+def test_digits_are_counted_outside_of_the_block_alone():
+    vocabulary = source_of(thinking(), V, [0]).load()
+    all_W = np.full((V + 31) // 32, -1, dtype=np.int32)
+    (five,) = thinking().encode("5")
+
+    def may_go_on(text: str, block: FreeBlock | None, kind: GrammarKind = GrammarKind.JSON_OBJECT) -> bool:
+        limit = NumberLimit(TokenDigits(vocabulary), Grammar(kind, "", None, block), 3)
+        limit.move_to(thinking().encode(text))
+        return bool(limit.restricted(all_W, ())[five // 32] >> five % 32 & 1)
+
+    for block in (BLOCKS["qwen3"], None):
+        assert may_go_on("55", block)
+        assert not may_go_on("555", block)
+    assert may_go_on("555", BLOCKS["deepseek"])
+    assert may_go_on("<think>555", BLOCKS["qwen3"])
+    assert may_go_on("5</think>55", BLOCKS["deepseek"])
+    for text, block in (("5</think>555", BLOCKS["deepseek"]), ("<think>5</think>555", BLOCKS["qwen3"])):
+        assert not may_go_on(text, block)
