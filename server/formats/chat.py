@@ -88,7 +88,7 @@ class ChatFormat:
         return {"usage": usage_of(generation), "metrics": metrics_of(generation.acceptance)}
 
     def _choice(self, piece: Piece) -> ChatChoice:
-        calls = {"tool_calls": whole_calls(piece.calls)} if piece.calls else {}
+        calls: dict[str, Any] = {"tool_calls": whole_calls(piece.calls)} if piece.calls else {}
         content = piece.text or self._no_content
         message = AssistantMessage(role="assistant", **_reasoning(piece), content=content, refusal=None, **calls)
         return ChatChoice(
@@ -110,7 +110,7 @@ class ChatFormat:
         return ChatLogprobs(content=[_token_logprob(entry) for entry in piece.entries], refusal=None)
 
 
-def _reasoning(piece: Piece) -> dict[str, str]:
+def _reasoning(piece: Piece) -> dict[str, Any]:
     """Return the reasoning under DeepSeek's name and under vLLM's."""
     return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}
 

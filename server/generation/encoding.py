@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def require_served(runtime: Runtime, name: str) -> None:
     """Raise UnknownModel unless the model of that name is served."""
-    if name != runtime.settings.served_name:
+    if name not in runtime.settings.served_names:
         raise UnknownModel(name)
 
 

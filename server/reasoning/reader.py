@@ -71,15 +71,12 @@ class ReasoningReader:
         while self._state(is_end):
             pass
         reasoning, self._reasoning = self._reasoning, ""
-        content, calls = "", ()
+        text = ""
         if self._state == self._in_rest:
             text, self._buffer = self._buffer, ""
-            read = self._rest.feed(text) if text else ReadText()
-            content, calls = read.content, read.calls
-        if is_end:
-            last = self._rest.close()
-            content, calls = content + last.content, (*calls, *last.calls)
-        return ReadText(content, calls, reasoning if self._keeps_reasoning else "")
+        read = self._rest.feed(text) if text else ReadText()
+        last = self._rest.close() if is_end else ReadText()
+        return ReadText(read.content + last.content, (*read.calls, *last.calls), reasoning if self._keeps_reasoning else "")
 
     def _at_start(self, is_end: bool) -> bool:
         """Decide whether the text begins with a block. A model may repeat the marker that the prompt ends with."""

@@ -12,7 +12,7 @@ from jinja2.parser import Parser
 class _GenerationBlock(Extension):
     """Parses transformers' block tag `generation`, which marks the assistant's text."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """Return the statements of the block."""

@@ -27,10 +27,11 @@ _WORDS = [
     "\t",
     "hello",
     "日😀",
-    "<think>a </think>\n\n",
     _CALL,
 ]
-TEXTS = st.lists(st.sampled_from(_WORDS), max_size=12).map("".join)
+TEXTS = st.tuples(st.sampled_from(["", "<think>a </think>"]), st.lists(st.sampled_from(_WORDS), max_size=12).map("".join)).map(
+    "".join
+)
 EDGES = st.lists(st.integers(0, 100), max_size=6)
 
 
