@@ -31,7 +31,7 @@ _OF_GENERATION = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *R
 # adjust another one (mirostat_tau, xtc_threshold, dry_base) are not listed: without that field they change nothing.
 _OUTPUT_CHANGING: Mapping[str, tuple[object, ...]] = {
     # OpenAI
-    **{"audio": (), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "moderation": ()},
+    **{"audio": (), "modalities": (["text"],), "moderation": ()},
     **{"reasoning": (), "web_search_options": (), "max_output_tokens": ()},
     # vLLM
     **{"use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,), "logits_processors": ([],)},

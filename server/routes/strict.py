@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _MAX_KEYS = MAX_BIASED_TOKENS
 # Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, need.
 _MAX_CONTAINERS = 16384
-_WITH_SCHEMAS = frozenset({"response_format", "structured_outputs", "tools"})  # decimals in these are not rounded
+_WITH_SCHEMAS = frozenset({"response_format", "structured_outputs", "tools", "functions"})  # decimals in these are not rounded
 _MAX_WARNED = 256  # names of unknown fields that are logged; clients choose them
 IGNORED_HEADER = "X-Ignored-Parameters"
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with an optional end: linear time on any body

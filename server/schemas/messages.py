@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from server.schemas.common import TextParts
 from server.schemas.strict import Ignored, Name, Neutral, Strict, misfit
-from server.schemas.tools import MAX_CALLS, ToolCall, Tools
+from server.schemas.tools import MAX_CALLS, FunctionCall, ToolCall, Tools
 from server.text.codec import ChatForm
 
 MAX_MESSAGES = 2048
@@ -52,7 +52,7 @@ TemplateVariables = Annotated[dict[_VariableName, Any], Field(max_length=MAX_VAR
 class Message(Strict):
     """One message. Fields of an assistant's message other than text and calls are accepted if they are empty."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | TextParts | None = Field(None, description="Required, unless an assistant calls tools.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
         None, description="Calls that the assistant made."
@@ -62,7 +62,7 @@ class Message(Strict):
     reasoning_content: str | None = Field(None, description="Reasoning of an assistant, for a chat template that shows it.")
     reasoning: str | None = Field(None, description="The same under vLLM's name.")
     refusal: Annotated[object, Neutral()] = None
-    function_call: Annotated[object, Neutral()] = None
+    function_call: FunctionCall | None = Field(None, description="The call of an assistant, in the form before tool_calls.")
     audio: Annotated[object, Neutral()] = None
     annotations: Annotated[object, Neutral([])] = None
 
@@ -71,11 +71,15 @@ class Message(Strict):
         """The field that does not fit the role, and the reason."""
         if self.tool_calls and self.role != "assistant":
             return "tool_calls", "only an assistant calls tools"
+        if self.function_call is not None and (self.role != "assistant" or self.tool_calls):
+            return "function_call", "is accepted only in an assistant's message without tool_calls"
+        if self.role == "function" and not self.name:
+            return "name", "is required in a function's message"
         if self._reasoning is not None and self.role != "assistant":
             return "reasoning_content" if self.reasoning is None else "reasoning", "only an assistant reasons"
         if None not in (self.reasoning, self.reasoning_content) and self.reasoning != self.reasoning_content:
             return "reasoning", "differs from reasoning_content"
-        if self.content is None and not self.tool_calls and not self._reasoning:
+        if self.content is None and not self.tool_calls and self.function_call is None and not self._reasoning:
             return "content", "is required"
         if self.tool_call_id is None and self.role == "tool":
             return "tool_call_id", "is required in a tool's message"
@@ -107,7 +111,24 @@ def _fit(messages: list[Message]) -> list[Message]:
         if message.misfit is not None:
             field, reason = message.misfit
             raise misfit(f"messages.{at}.{field}", reason)
-    return messages
+    return _with_tools(messages)
+
+
+def _with_tools(messages: list[Message]) -> list[Message]:
+    """Return the messages with a call of a tool for each function_call, and a tool's message for each message of a function.
+
+    A function's message answers the last call. Ids have nine letters and digits, because templates of Mistral require it.
+    """
+    found, call_id = list[Message](), "call00000"
+    for at, message in enumerate(messages):
+        if message.function_call is not None:
+            call_id = f"call{at:05}"
+            call = ToolCall(id=call_id, type="function", function=message.function_call, index=None)
+            message = message.model_copy(update={"function_call": None, "tool_calls": [call]})
+        elif message.role == "function":
+            message = message.model_copy(update={"role": "tool", "tool_call_id": call_id})
+        found.append(message)
+    return found
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(_fit)]
