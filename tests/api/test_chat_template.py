@@ -50,7 +50,7 @@ async def test_names_of_every_role_reach_the_template():
     assert "assistant bot_1\n" in prompt
 
 
-async def test_names_change_nothing_where_the_template_reads_none():
+async def test_names_that_no_template_reads():
     without = [{name: value for name, value in message.items() if name != "name"} for message in NAMED]
     assert await _prompt(byte_level(), messages=NAMED) == await _prompt(byte_level(), messages=without)
 
@@ -137,7 +137,7 @@ BAD_VARIABLES: list[tuple[Any, str, str]] = [
 ]
 
 
-async def test_variables_beyond_the_bounds_are_refused_by_name():
+async def test_variables_beyond_the_bounds_are_refused():
     async with in_process(_engine(), tokenizer=thinking()) as client:
         for variables, param, reason in BAD_VARIABLES:
             for url, body in ((URL, chat()), ("/tokenize", {"messages": chat()["messages"]})):
@@ -157,7 +157,7 @@ def test_reserved_names_are_all_that_transformers_takes():
     assert named - {"kwargs"} <= RESERVED_VARIABLES
 
 
-async def test_a_special_token_of_the_model_is_no_variable(monkeypatch: pytest.MonkeyPatch):
+async def test_special_tokens_are_no_variables(monkeypatch: pytest.MonkeyPatch):
     """transformers prefers a variable over the tokenizer's own token of that name."""
     special = {**byte_level().special_tokens_map, "image_token": "<|start|>"}
     monkeypatch.setattr(type(byte_level()), "special_tokens_map", special)
@@ -168,7 +168,7 @@ async def test_a_special_token_of_the_model_is_no_variable(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("operation", ["1 // n", "range(n)", "n.a.b", "n + ''", "[1, 2][n].x", "n | join", "'%d' % n"])
 @pytest.mark.parametrize("value", [0, 10**7, "x", [], {}, None])
-async def test_a_variable_that_the_template_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch, operation: str, value: Any):
+async def test_variables_the_template_cannot_use(monkeypatch: pytest.MonkeyPatch, operation: str, value: Any):
     """A division by zero in a template was a 500."""
     monkeypatch.setattr(byte_level(), "chat_template", "{% set x = " + operation + " %}" + CHAT_TEMPLATE)
     async with in_process(_engine()) as client:
@@ -176,7 +176,7 @@ async def test_a_variable_that_the_template_cannot_use_is_refused(monkeypatch: p
     assert response.status_code in (200, 400), response.text
 
 
-def test_variables_of_a_template_are_those_it_reads():
+def test_template_variables_are_found():
     found = template_variables(
         "{% if effort is not defined %}{% set effort = 'low' %}{% endif %}{{ effort }}{% set mine = 1 %}{{ mine }}"
         "{% for m in messages %}{% generation %}{{ m.content ~ inner }}{% endgeneration %}{% break %}{% endfor %}"

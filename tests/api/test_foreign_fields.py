@@ -67,7 +67,7 @@ NEUTRAL_VALUES = {"store": False, "metadata": {}, "service_tier": "auto", "verbo
 
 
 @pytest.mark.parametrize("strict", [False, True])
-async def test_fields_of_openai_that_change_no_text_are_named(strict: bool):
+async def test_neutral_fields_of_openai_are_named(strict: bool):
     """langchain, litellm and the Vercel SDK send reasoning_effort, verbosity, store and metadata; each was a 400."""
     engine = FakeEngine()
     async with in_process(engine, strict=strict) as client:
@@ -86,7 +86,7 @@ async def test_fields_of_openai_that_change_no_text_are_named(strict: bool):
     assert len({request.prompt_ids for request in engine.requests}) == 1
 
 
-async def test_text_endpoints_ignore_what_changes_no_text_and_refuse_effort():
+async def test_completions_refuse_effort_alone():
     async with in_process(FakeEngine()) as client:
         for name in ("store", "verbosity", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
             response = await client.post(URL, json=completion(**{name: OPENAIS[name][0]}))
@@ -100,7 +100,7 @@ EFFORT = (
 )
 
 
-async def test_effort_goes_to_a_template_that_reads_it(monkeypatch: pytest.MonkeyPatch):
+async def test_effort_reaches_templates_that_read_it(monkeypatch: pytest.MonkeyPatch):
     """It is named as ignored only where the template does not read it."""
     monkeypatch.setattr(byte_level(), "chat_template", EFFORT + CHAT_TEMPLATE)
     engine, url = FakeEngine(), "/v1/chat/completions"

@@ -34,7 +34,7 @@ def _whole(chunks: list[Any]) -> tuple[dict[str, Any], str]:
     return message, end["finish_reason"]
 
 
-async def test_a_call_is_a_function_call_whole_and_streamed():
+async def test_calls_whole_and_streamed():
     """One call is the most that the form can say: the first of the text."""
     for chunks in ((1,), (2, 5), (1000,)):
         async with in_process(_engine(chunks=chunks), tokenizer=calling()) as client:
@@ -49,7 +49,7 @@ async def test_a_call_is_a_function_call_whole_and_streamed():
         assert ({**message, "refusal": None}, finish, last["usage"]) == (choice["message"], "function_call", whole["usage"])
 
 
-async def test_answers_without_a_call_are_as_with_tools():
+async def test_answers_without_a_call():
     for text, content, finish in (("hello", "hello", "stop"), ("", None, "stop")):
         async with in_process(_engine(text), tokenizer=calling()) as client:
             (choice,) = (await client.post(URL, json=chat(functions=FUNCTIONS))).json()["choices"]
@@ -62,7 +62,7 @@ async def test_answers_without_a_call_are_as_with_tools():
     assert choice["finish_reason"] == "length"
 
 
-async def test_functions_ask_the_engine_for_what_tools_ask():
+async def test_engine_requests_equal_those_of_tools():
     engine = _engine()
     named = {"type": "function", "function": {"name": "weather"}}
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -80,7 +80,7 @@ async def test_functions_ask_the_engine_for_what_tools_ask():
     assert engine.requests[-1].sampling.grammar is not None
 
 
-async def test_messages_of_functions_are_shown_as_calls_and_results():
+async def test_messages_of_functions_reach_the_template():
     engine = _engine("fine")
     legacy = [
         {"role": "user", "content": "Weather?"},
@@ -105,7 +105,7 @@ async def test_messages_of_functions_are_shown_as_calls_and_results():
     assert written("weather", ARGUMENTS[0]) in _prompt(engine)
 
 
-async def test_ids_of_mapped_calls_are_nine_letters_and_digits(monkeypatch: pytest.MonkeyPatch):
+async def test_ids_of_mapped_calls_fit_mistral(monkeypatch: pytest.MonkeyPatch):
     """Templates of Mistral refuse other ids."""
     calls = "{% for c in m.tool_calls or [] %}{{ c.id ~ c.function.name }}{% endfor %}"
     template = "{% for m in messages %}{{ m.tool_call_id }}" + calls + "|{% endfor %}"
@@ -154,13 +154,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
-async def test_what_does_not_fit_is_refused_by_its_own_name(fields: dict[str, Any], param: str):
+async def test_misfits_are_refused_by_name(fields: dict[str, Any], param: str):
     async with in_process(_engine(), tokenizer=calling()) as client:
         response = await client.post(URL, json=chat(**fields))
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-async def test_empty_functions_and_choices_without_them_change_nothing():
+async def test_empty_functions_change_nothing():
     async with in_process(FakeEngine()) as client:
         for fields in (
             {"functions": []},

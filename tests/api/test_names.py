@@ -33,7 +33,7 @@ async def test_every_alias_is_served_and_listed():
         assert any('model_name="org/model"' in name for name in await sample(client))
 
 
-async def test_a_name_with_slashes_is_found_encoded_or_not():
+async def test_names_with_slashes_are_found():
     async with over_loopback(FakeEngine(), served_model_name=NAMES) as url, httpx.AsyncClient(base_url=url) as client:
         for path in ("/v1/models/org/model", "/v1/models/org%2Fmodel"):
             assert (await client.get(path)).json()["id"] == "org/model"
@@ -86,7 +86,7 @@ def test_a_model_may_be_an_argument(arguments: list[str], model: str, served: li
     assert [settings.model for settings in served] == [model]
 
 
-def test_a_model_that_is_named_twice_is_refused(served: list[Settings], capsys: pytest.CaptureFixture[str]):
+def test_a_model_named_twice_is_refused(served: list[Settings], capsys: pytest.CaptureFixture[str]):
     assert server.cli.main.main(["serve", "a", "--model", "b"]) == 2
     assert "twice" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -136,7 +136,7 @@ async def test_log_probabilities_and_ids_have_every_token():
         assert len(choice["logprobs"]["content"]) == len(ids)
 
 
-async def test_reasoning_can_be_left_out_or_left_in():
+async def test_reasoning_left_out_or_left_in():
     """vLLM's switch and SGLang's. Neither changes what the engine is asked for."""
     engine = _engine()
     expected: list[tuple[dict[str, Any], tuple[str | None, str]]] = [

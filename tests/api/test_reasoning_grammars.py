@@ -105,7 +105,7 @@ KINDS_OF_GRAMMARS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_every_kind_of_grammar_begins_behind_the_block():
+async def test_every_grammar_begins_behind_the_block():
     bias = {**ENDS_SOON, **dict.fromkeys(map(str, thinking().encode("xa", add_special_tokens=False)), -3)}  # recursion ends
     async with _served("deepseek") as client:
         for grammar, pattern in KINDS_OF_GRAMMARS:
@@ -196,7 +196,7 @@ async def test_a_constrained_text_is_not_split():
     assert response.json()["choices"][0]["message"]["content"] == text
 
 
-def test_a_bad_grammar_is_refused_behind_a_block_too():
+def test_bad_grammars_are_refused_behind_blocks():
     vocabulary = source_of(thinking(), V, [0]).load()
     for grammar in (
         Grammar(GrammarKind.REGEX, "("),
@@ -215,7 +215,7 @@ def test_a_block_cannot_spell_its_end():
     assert matcher.try_consume_tokens(spelled) == len(spelled) - 1
 
 
-def test_digits_are_counted_outside_of_the_block_alone():
+def test_digits_are_counted_outside_the_block():
     vocabulary = source_of(thinking(), V, [0]).load()
     all_W = np.full((V + 31) // 32, -1, dtype=np.int32)
     (five,) = thinking().encode("5")

@@ -108,7 +108,7 @@ def test_reasoning_can_be_dropped():
     ]
 
 
-def test_text_outside_of_a_block_is_passed_on_at_once():
+def test_text_is_passed_on_at_once():
     reader = ReasoningReader(PlainReader(), Markers(), begins_inside=False)
     assert [reader.feed(text).content for text in ("H", "e ", "<th", "i")] == ["H", "e ", "<th", "i"]
     inside = ReasoningReader(PlainReader(), Markers(), begins_inside=True)
