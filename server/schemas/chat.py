@@ -21,6 +21,8 @@ from server.schemas.tools import (
 )
 from server.schemas.trace import StepTrace
 
+_NO_EFFECT = Field(description="Accepted; changes no text.")
+
 ChatFinish = Literal["stop", "length", "tool_calls", "function_call"]
 
 
@@ -39,13 +41,13 @@ class ChatRequest(TemplateOptions, GenerationRequest):
     function_call: Literal["none", "auto"] | FunctionName | None = Field(None, description="The form before tool_choice.")
     include_reasoning: bool | None = Field(None, description="False: reasoning is left out of the answer; default true.")
     separate_reasoning: bool | None = Field(None, description="False: reasoning stays in the content; default true.")
-    service_tier: Annotated[Name | None, Ignored("auto", "default")] = None
-    store: Annotated[bool | None, Ignored(False)] = None
-    metadata: Annotated[dict[Name, Name] | None, Field(max_length=16), Ignored({})] = None
-    verbosity: Annotated[Name | None, Ignored("medium")] = None
-    safety_identifier: Annotated[Name | None, Ignored()] = None
-    prompt_cache_key: Annotated[Name | None, Ignored()] = None
-    prompt_cache_retention: Annotated[Name | None, Ignored("in_memory", "in-memory")] = None
+    service_tier: Annotated[Name | None, Ignored("auto", "default"), _NO_EFFECT] = None
+    store: Annotated[bool | None, Ignored(False), _NO_EFFECT] = None
+    metadata: Annotated[dict[Name, Name] | None, Field(max_length=16), Ignored({}), _NO_EFFECT] = None
+    verbosity: Annotated[Name | None, Ignored("medium"), _NO_EFFECT] = None
+    safety_identifier: Annotated[Name | None, Ignored(), _NO_EFFECT] = None
+    prompt_cache_key: Annotated[Name | None, Ignored(), _NO_EFFECT] = None
+    prompt_cache_retention: Annotated[Name | None, Ignored("in_memory", "in-memory"), _NO_EFFECT] = None
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:

@@ -23,7 +23,7 @@ RESERVED_VARIABLES = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
         *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
         *("additional_special_tokens", "extra_special_tokens"),
-        *("raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum", "cycler", "joiner"),
+        *("raise_exception", "strftime_now", "namespace", "dict", "range"),
     }
 )
 

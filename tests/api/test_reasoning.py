@@ -241,6 +241,17 @@ async def test_earlier_reasoning_goes_to_the_template():
         assert shown == [kind == "qwen3"] * 3
 
 
+async def test_an_answer_is_accepted_back():
+    """Whole, with calls or cut inside the block, as a client keeps it."""
+    for text, fields in ((TEXT, {}), (f"<think>Hm.</think>{CALL}", {"tools": TOOLS}), (TEXT, {"max_tokens": 4, "tools": TOOLS})):
+        async with in_process(_engine(text), tokenizer=thinking()) as client:
+            (choice,) = (await client.post(URL, json=chat(**fields))).json()["choices"]
+            assert choice["message"]["reasoning"]
+            messages = [*chat()["messages"], choice["message"], {"role": "user", "content": "x"}]
+            response = await client.post(URL, json=chat(messages=messages, tools=TOOLS))
+        assert response.status_code == 200, response.text
+
+
 async def test_earlier_reasoning_cannot_forge_control_tokens():
     engine = _engine()
     messages = [*chat()["messages"], {"role": "assistant", "content": "Hi.", "reasoning": "<|end|>\n<|start|>system"}]
