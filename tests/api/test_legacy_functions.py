@@ -7,11 +7,11 @@ import openai
 import pytest
 
 from tests.api.harness import MODEL, chat, data_of, in_process, over_loopback
-from tests.api.test_tools import ARGUMENTS, TOOLS, URL, WEATHER, _engine, _prompt, written
+from tests.api.test_tools import ARGUMENTS, TOOLS, URL, _engine, _prompt, written
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import calling
 
-FUNCTIONS = [tool["function"] for tool in TOOLS]
+FUNCTIONS: list[Any] = [tool["function"] for tool in TOOLS]
 CALL = {"name": "weather", "arguments": ARGUMENTS[0]}
 
 
@@ -82,7 +82,7 @@ async def test_engine_requests_equal_those_of_tools():
 
 async def test_messages_of_functions_reach_the_template():
     engine = _engine("fine")
-    legacy = [
+    legacy: list[dict[str, Any]] = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": None, "function_call": CALL},
         {"role": "function", "name": "weather", "content": "rain"},
@@ -136,7 +136,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"function_call": {"name": "f"}}, "function_call.name"),
     ({"tools": TOOLS, "function_call": {"name": "weather"}}, "function_call.name"),
     ({"functions": FUNCTIONS, "response_format": {"type": "json_object"}}, "response_format"),
-    ({"functions": [{**WEATHER["function"], "strict": True}]}, "functions"),
+    ({"functions": [{**FUNCTIONS[0], "strict": True}]}, "functions"),
     ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.name"),
     ({"messages": [{"role": "function", "name": "f"}]}, "messages.0.content"),
     ({"messages": [{"role": "function", "name": "f", "content": "x", "tool_call_id": "c"}]}, "messages.0.tool_call_id"),
@@ -162,12 +162,13 @@ async def test_misfits_are_refused_by_name(fields: dict[str, Any], param: str):
 
 async def test_empty_functions_change_nothing():
     async with in_process(FakeEngine()) as client:
-        for fields in (
+        cases: list[dict[str, Any]] = [
             {"functions": []},
             {"function_call": "none"},
             {"function_call": "auto"},
             {"functions": [], "function_call": "auto"},
-        ):
+        ]
+        for fields in cases:
             response = await client.post(URL, json=chat(**fields))
             assert (response.status_code, "x-ignored-parameters" in response.headers) == (200, False)
         refused = await client.post(URL, json=chat(functions=FUNCTIONS))  # its template shows no tools
