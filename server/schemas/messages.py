@@ -50,7 +50,7 @@ TemplateVariables = Annotated[dict[_VariableName, Any], Field(max_length=MAX_VAR
 
 
 class Message(Strict):
-    """One message. Fields of an assistant's message other than text and calls are accepted if they are empty."""
+    """One message. Fields of an answer that this server never fills are accepted if they are empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | TextParts | None = Field(None, description="Required, unless an assistant calls tools.")
