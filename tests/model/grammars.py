@@ -6,11 +6,11 @@ from functools import cache
 import numpy as np
 import torch
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from engine.core.types import Grammar, GrammarKind
+from engine.core.types import FreeBlock, Grammar, GrammarKind
 from engine.structured_output.grammars import CompiledGrammars, Vocabulary, source_of
 from engine.structured_output.masks import GrammarMasks
 
@@ -39,16 +39,18 @@ SCHEMA = Grammar(
 REGEX = Grammar(GrammarKind.REGEX, "[abc]{2,5}(,[abc12]{1,3})*")
 CHOICE = Grammar(GrammarKind.CHOICE, '["abc", "ab", "abab", "true", "12"]')
 LARK = Grammar(GrammarKind.LARK, 'start: "{" item ("," item)* "}"\nitem: /[abc]+/ | %json {"type": "boolean"} | start')
-ALL = {"object": JSON_OBJECT, "schema": SCHEMA, "regex": REGEX, "choice": CHOICE, "lark": LARK}
+BLOCK = Grammar(GrammarKind.REGEX, "[abc]{2,5}", block=FreeBlock("<think>", "</think>"))
+ALL = {"object": JSON_OBJECT, "schema": SCHEMA, "regex": REGEX, "choice": CHOICE, "lark": LARK, "block": BLOCK}
 
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return byte-level BPE of a few characters and ten longer tokens; ids 0 to 2 are special, as the tiny models have them."""
-    tokens = ["<pad>", "<bos>", "<eos>", *_CHARACTERS, *("".join(pair) for pair in _MERGES)]
+    tokens = ["<pad>", "<bos>", "<eos>", *_CHARACTERS, *("".join(pair) for pair in _MERGES), "Ċ"]
     inner = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=_MERGES))
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<pad>", "<bos>", "<eos>"])
+    inner.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in ("<think>", "</think>")])
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
 
 

@@ -46,6 +46,8 @@ def engine_of(expansion: Expansion, noise: float = 0.02, config: SchedulerConfig
 
 def is_whole(grammar: Grammar, text: str) -> bool:
     """Whether a text matches, by another hand than llguidance's."""
+    if grammar.block is not None:
+        text = re.sub(r"\A<think>((?!</think>).)*</think>\n\n", "", text, flags=re.DOTALL)
     if grammar.kind is GrammarKind.REGEX:
         return re.fullmatch(grammar.text, text) is not None
     if grammar.kind is GrammarKind.CHOICE:
