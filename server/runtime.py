@@ -78,8 +78,8 @@ class Runtime:
         self._on_fatal = on_fatal
         self._tokenizer: Tokenizer | None = None
         self._codec: TextCodec | None = None
+        self._tool_support = ToolSupport()
         self.grammars = GrammarCheck(self._describe_vocabulary)
-        self.tool_support = ToolSupport()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
         engine.add_listener(self.metrics.steps.on_step)
@@ -91,6 +91,12 @@ class Runtime:
         if self._codec is None or self._is_stopping:
             raise EngineUnavailable("the server is shutting down" if self._is_stopping else "the model is loading")
         return self._codec
+
+    @property
+    def tool_support(self) -> ToolSupport:
+        """What the chat template supports of tools; raises EngineUnavailable whenever `codec` does."""
+        _ = self.codec
+        return self._tool_support
 
     @property
     def is_ready(self) -> bool:
@@ -120,7 +126,7 @@ class Runtime:
             tokenizer = await _in_daemon_thread(self._load_tokenizer)
             await self.engine.start()
             self._tokenizer, self._codec = tokenizer, TextCodec(tokenizer)
-            self.tool_support = tool_support(self._codec, self.settings.tool_call_parser)
+            self._tool_support = tool_support(self._codec, self.settings.tool_call_parser)
             self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
             log.info("serving %s", self.settings.served_name)
             await self._failure()

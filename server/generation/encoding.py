@@ -12,7 +12,6 @@ from server.schemas.tools import Tool, templated_tools
 from server.text.chat_text import strings_of
 from server.text.codec import ChatForm, TextError
 from server.text.tokenizer_thread import TokenizerBusy, TokenizerClosed
-from server.tool_calls.use import require_shown
 
 _TOKENIZER_RETRY_S = 2.0
 
@@ -41,9 +40,8 @@ async def encoded_text(runtime: Runtime, key: str, text: str, param: str, adds_s
 async def encoded_chat(
     runtime: Runtime, key: str, messages: Sequence[Message], tools: Sequence[Tool], form: ChatForm, param: str = "messages"
 ) -> PromptIds:
-    """Return the ids of a conversation with its tools; refuse parts that the model's template would leave out."""
+    """Return the ids of a conversation with its tools."""
     codec = runtime.codec
-    require_shown(runtime.tool_support, messages, tools)
     shown, shown_tools = templated(messages), templated_tools(tools)
     contents = [[message.get("content"), message.get("tool_calls")] for message in shown]
     num_bytes = sum(len(text.encode()) for text in strings_of([contents, shown_tools]))
