@@ -1,5 +1,6 @@
 """Converts a request's fields to sampling parameters. Null is the model's default or OpenAI's."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from engine.core.sampling_limits import NoDistribution, require_probs
@@ -17,8 +18,13 @@ def chosen(requested: T | None, of_model: T | None, default: T) -> T:
     return default if of_model is None else of_model
 
 
-def sampling_of(model: ModelInfo, body: GenerationRequest, max_tokens: int, grammar: Grammar | None) -> SamplingParams:
-    """Return the sampling parameters of choice 0, without bad words, which are not encoded yet."""
+def sampling_of(
+    model: ModelInfo, body: GenerationRequest, max_tokens: int, grammar: Grammar | None, end_ids: Sequence[int] = ()
+) -> SamplingParams:
+    """Return the sampling parameters of choice 0, without bad words, which are not encoded yet.
+
+    `end_ids` are more tokens of the model that end this text.
+    """
     defaults = model.defaults
     return SamplingParams(
         temperature=chosen(body.temperature, defaults.temperature, 1.0),
@@ -35,7 +41,7 @@ def sampling_of(model: ModelInfo, body: GenerationRequest, max_tokens: int, gram
         seed=body.seed,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
+        stop_token_ids=(*(body.stop_token_ids or ()), *(() if body.ignore_eos else end_ids)),
         ignore_eos=bool(body.ignore_eos),
         num_logprobs=body.num_sampled_logprobs,
         num_prompt_logprobs=body.num_prompt_logprobs,

@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 
 from engine.core.rng_keys import derived_seed
 from engine.core.types import Request, SamplingParams, Speculation, group_of
-from server.generation.encoding import PromptIds, encoded_chat, encoded_text, encoded_words, longest_text, require_served
+from server.generation.encoding import (
+    PromptIds,
+    encoded_chat,
+    encoded_infill,
+    encoded_prompt,
+    encoded_text,
+    encoded_words,
+    longest_text,
+    require_infill,
+    require_served,
+)
 from server.generation.generation import Generation, Sample
 from server.generation.prompt_echo import EchoOptions, PromptEcho
 from server.generation.sample import Choice
@@ -17,54 +27,76 @@ from server.runtime import Runtime
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import CompletionRequest
+from server.schemas.infill import FillRequest, InfillRequest
 from server.schemas.speculative import SpeculativeOptions
+from server.tool_calls.reader import CallReader
 from server.tool_calls.use import NO_TOOLS, ToolUse, tool_use
 
 _MAX_PROMPT_SCORES = 1 << 15  # log-probabilities of prompt tokens in one answer: writing them blocks the event loop
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
+_LEAST_MIDDLE = 128  # tokens for the answer to an infill request without a limit, whose prompt is cut to fit
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
     """The prompts of a request. Errors name them `param`, its limit of tokens `limit_param`, its number of choices `num_param`.
 
-    `default_tokens` is the limit of a request without its own; None is the room that is left. `tools` refuses unsupported tools.
+    `encode` receives the most tokens of a prompt that leave room for the answer. `default_tokens` is the limit of a request
+    without its own; None is the room that is left. `tools` refuses unsupported tools. `infill_param` requests the middle of a
+    text. `reader` may end the text.
     """
 
     param: str
     limit_param: str
     num_param: str
     num_prompts: int
-    encode: Callable[[], Awaitable[list[PromptIds]]]
+    encode: Callable[[int], Awaitable[list[PromptIds]]]
     default_tokens: int | None = None
     tools: Callable[[], ToolUse] = lambda: NO_TOOLS
+    infill_param: str | None = None
+    reader: CallReader | None = None
 
 
 async def completion_generation(runtime: Runtime, body: CompletionRequest, tenant: str) -> Generation:
     """Return the samples of a completion request, submitted to the engine."""
 
-    async def encode() -> list[PromptIds]:
-        key, adds_special = group_of(tenant), body.add_special_tokens is not False
-        return [
-            await encoded_text(runtime, key, prompt, "prompt", adds_special) if isinstance(prompt, str) else tuple(prompt)
-            for prompt in body.prompts
-        ]
+    async def encode(_: int) -> list[PromptIds]:
+        return [await encoded_prompt(runtime, group_of(tenant), body, prompt) for prompt in body.prompts]
 
-    num_param = "n" if body.best_of is None else "best_of"
-    source = PromptSource("prompt", "max_tokens", num_param, len(body.prompts), encode, _DEFAULT_COMPLETION_TOKENS)
+    num_param, infill_param = "n" if body.best_of is None else "best_of", None if body.suffix is None else "suffix"
+    most = _DEFAULT_COMPLETION_TOKENS
+    source = PromptSource("prompt", "max_tokens", num_param, len(body.prompts), encode, most, infill_param=infill_param)
     return await _Submission(runtime, body, tenant, source).run()
 
 
 async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, param: str = "messages") -> Generation:
     """Return the samples of a chat request, submitted to the engine; errors name the conversation `param`."""
 
-    async def encode() -> list[PromptIds]:
+    async def encode(_: int) -> list[PromptIds]:
         return [await encoded_chat(runtime, group_of(tenant), body.messages, body.offered_tools, body.form, param)]
 
     newer = "max_completion_tokens" if param == "messages" else "max_output_tokens"
     limit_param = "max_tokens" if body.max_completion_tokens is None else newer
     source = PromptSource(param, limit_param, "n", 1, encode, tools=lambda: tool_use(runtime.tool_support, body))
     return await _Submission(runtime, body, tenant, source).run()
+
+
+async def infill_generation(
+    runtime: Runtime, body: InfillRequest, filling: FillRequest, tenant: str, reader: CallReader
+) -> Generation:
+    """Return the sample of an infill request, submitted to the engine as `filling`; `reader` may end its text."""
+    is_cut = False
+
+    async def encode(most: int) -> list[PromptIds]:
+        nonlocal is_cut
+        most -= 0 if filling.max_tokens is not None else min(_LEAST_MIDDLE, most // 4)
+        ids, is_cut = await encoded_infill(runtime, group_of(tenant), body, most)
+        return [ids]
+
+    source = PromptSource("input_prefix", "n_predict", "n", 1, encode, infill_param="input_suffix", reader=reader)
+    generation = await _Submission(runtime, filling, tenant, source).run()
+    generation.is_prompt_cut = is_cut
+    return generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +110,8 @@ class _Submission:
 
     async def run(self) -> Generation:
         use, sampling = await self._check()
-        prompts, bad_words, prediction = await self._encode()
-        prompts, sampling = self._fit(use, prompts, prediction, replace(sampling, bad_words=bad_words))
+        prompts, bad_words, prediction = await self._encode(sampling.max_tokens)
+        sampling = self._fit(use, prompts, prediction, replace(sampling, bad_words=bad_words))
         return self._submit(use, prompts, prediction, sampling)
 
     async def _check(self) -> tuple[ToolUse, SamplingParams]:
@@ -98,49 +130,46 @@ class _Submission:
         defaults = (source.default_tokens, model.defaults.max_tokens, settings.max_answer_tokens)
         limits = defaults if body.token_limit is None else (body.token_limit,)
         max_tokens = min([longest_text(model), *(limit for limit in limits if limit is not None)])
-        sampling = sampling_of(model, body, max_tokens, use.grammar or body.grammar)
+        end_ids = require_infill(self.runtime, source.infill_param).end_ids if source.infill_param else ()
+        sampling = sampling_of(model, body, max_tokens, use.grammar or body.grammar, end_ids)
         require_distribution(model, sampling, use.grammar_param or body.grammar_param)
         if sampling.grammar is not None:
             param = use.grammar_param or body.grammar_param
             await self.runtime.grammars.require(sampling.grammar, param, group_of(self.tenant))
         return use, sampling
 
-    async def _encode(self) -> tuple[list[PromptIds], tuple[PromptIds, ...], PromptIds]:
-        """Return the ids of the prompts, of the bad words and of the prediction."""
+    async def _encode(self, max_tokens: int) -> tuple[list[PromptIds], tuple[PromptIds, ...], PromptIds]:
+        """Return the ids of the prompts, truncated if requested, of the bad words and of the prediction."""
         body, runtime, key = self.body, self.runtime, group_of(self.tenant)
-        prompts = await self.source.encode()
+        longest, num_kept = longest_text(runtime.engine.model), body.truncate_prompt_tokens or 0
+        most = max(1, longest - (max_tokens if max_tokens < longest else 1))
+        prompts = [ids[-(most if num_kept == -1 else num_kept) :] for ids in await self.source.encode(most)]
         bad_words = await encoded_words(runtime, key, body.bad_words, "bad_words") if body.bad_words else ()
         expected = body.prediction.text if body.prediction else ""
         prediction = await encoded_text(runtime, key, expected, "prediction", adds_special_tokens=False) if expected else ()
         return prompts, bad_words, prediction
 
-    def _fit(
-        self, use: ToolUse, prompts: Sequence[PromptIds], prediction: PromptIds, sampling: SamplingParams
-    ) -> tuple[Sequence[PromptIds], SamplingParams]:
-        """Check all that needs encoded texts. Return the prompts, truncated if requested, and the final sampling parameters."""
+    def _fit(self, use: ToolUse, prompts: Sequence[PromptIds], prediction: PromptIds, sampling: SamplingParams) -> SamplingParams:
+        """Check all that needs encoded texts. Return the sampling parameters with the room that is left."""
         body, model, param = self.body, self.runtime.engine.model, self.source.param
-        longest, num_kept = longest_text(model), body.truncate_prompt_tokens
-        if num_kept == -1:
-            num_kept = max(1, longest - (sampling.max_tokens if sampling.max_tokens < longest else 1))
-        prompts = [ids[-(num_kept or 0) :] for ids in prompts]
         if not all(prompts):
             raise InvalidRequest("the prompt is empty", param)
         if (last := max(map(max, prompts))) >= model.vocab_size:
             raise InvalidRequest(f"token id {last} is outside the vocabulary of {model.vocab_size}", param)
-        room = longest - max(map(len, prompts))
+        longest, num_prompt = longest_text(model), max(map(len, prompts))
         too_long = f"prompt and answer together have at most {longest} tokens; the "
-        if room < (1 if body.token_limit is None else body.token_limit):
+        if longest - num_prompt < (1 if body.token_limit is None else body.token_limit):
             wanted = "one more is needed" if body.token_limit is None else f"{body.token_limit} more are requested"
-            raise ContextTooLong(f"{too_long}prompt has {longest - room}, {wanted}", param)
+            raise ContextTooLong(f"{too_long}prompt has {num_prompt}, {wanted}", param)
         if len(prediction) > longest:
             raise ContextTooLong(f"{too_long}prediction has {len(prediction)}", "prediction")
         num_scores = sum(map(len, prompts)) * body.num_samples * (1 + (body.num_prompt_logprobs or 0))
         if body.num_prompt_logprobs is not None and num_scores > _MAX_PROMPT_SCORES:
             reason = f"{num_scores} log-probabilities of prompt tokens are requested; the limit is {_MAX_PROMPT_SCORES}"
             raise InvalidRequest(reason, "logprobs" if body.prompt_logprobs is None else "prompt_logprobs")
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, longest - num_prompt))
         require_distribution(model, sampling, use.grammar_param or body.grammar_param)
-        return prompts, sampling
+        return sampling
 
     def _submit(self, use: ToolUse, prompts: Sequence[PromptIds], prediction: PromptIds, sampling: SamplingParams) -> Generation:
         """Submit one sample for each prompt and k < n, in the order of choice indices, each with a seed of its own."""
@@ -172,7 +201,7 @@ class _Submission:
         token_text = codec.named_token_text if body.return_tokens_as_token_ids else codec.token_text
         return Choice(
             index,
-            codec.detokenizer(body.skip_special_tokens is not False, use.markers),
+            codec.detokenizer(body.skip_special_tokens is not False, use.markers, begins=self.source.infill_param is None),
             body.stops,
             token_text,
             body.num_top_logprobs,
@@ -180,7 +209,7 @@ class _Submission:
             PromptEcho(ids, token_text, EchoOptions(body.gives_prompt_back, body.num_top_logprobs, body.prompt_logprobs)),
             set(body.stop_token_ids or ()).difference(() if body.ignore_eos else end_ids),
             body.is_traced,
-            use.reader(),
+            self.source.reader or use.reader(),
             body.min_tokens or 0,
         )
 
