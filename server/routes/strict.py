@@ -46,7 +46,8 @@ class StrictRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler."""
         handle = super().get_route_handler()
-        known = _fields_of(self.dependant.body_params[0].field_info.annotation)
+        model = self.dependant.body_params[0].field_info.annotation
+        known, ignorable = _fields_of(model), getattr(model, "ignored_fields", frozenset[str]())
         warned: set[str] = set()
 
         async def handle_strictly(request: Request) -> Response:
@@ -54,7 +55,7 @@ class StrictRoute(APIRoute):
             value = parsed_body(body, request.headers.get("content-type"))
             ignored: list[str] = []
             if isinstance(value, dict) and not request.app.state.runtime.settings.strict:
-                value, ignored = without_unknown(value, known)
+                value, ignored = without_unknown(value, known, ignorable)
             strict = StrictRequest(request.scope, request.receive, value)
             strict._body = body  # starlette caches a body that was read under this name
             response = await handle(strict)

@@ -1,12 +1,12 @@
 """Request and answer of POST /infill, llama.cpp's route for editors: the text between a prefix and a suffix."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from server.schemas.common import MAX_STOP_STRINGS, CacheSalt, GenerationRequest, StopString, StreamUsage
 from server.schemas.speculative import SpeculativeOptions
-from server.schemas.strict import MAX_INTEGER, Name, Strict
+from server.schemas.strict import MAX_INTEGER, Name, Neutral, Strict
 
 MAX_FILES = 1024
 MAX_RESPONSE_FIELDS = 64
@@ -23,6 +23,9 @@ class InfillFile(Strict):
 
 class InfillRequest(Strict):
     """Body of POST /infill."""
+
+    # Editors always send `samplers`, with one that exists in llama.cpp alone.
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"samplers"})
 
     input_prefix: str = Field(description="The text before the cursor.")
     input_suffix: str = Field(description="The text after the cursor.")
@@ -44,6 +47,8 @@ class InfillRequest(Strict):
     t_max_predict_ms: int | None = Field(
         None, ge=-1, le=MAX_INTEGER, description="The first line that ends so long after the first token is the last; 0 is off."
     )
+    presence_penalty: Annotated[object, Neutral(0)] = None
+    frequency_penalty: Annotated[object, Neutral(0)] = None
     stream: bool | None = None
     cache_prompt: bool | None = Field(None, description="Accepted; the setting prefix_cache decides.")
     return_tokens: bool | None = Field(None, description="Return the token ids of the text too.")
