@@ -75,7 +75,9 @@ def infilling(family: str, special: bool = True) -> PreTrainedTokenizerFast:
     if puts_space or family in ("codegemma", "deepseek"):
         start = [("<|start|>", tokenizer.token_to_id("<|start|>"))]
         tokenizer.post_processor = processors.TemplateProcessing(single="<|start|> $A", special_tokens=start)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", unk_token="<unk>", chat_template=CHAT_TEMPLATE
+    )
 
 
 @cache
