@@ -137,7 +137,7 @@ async def test_a_model_without_the_markers_rows_refuses_a_suffix():
         assert (await client.post(URL, json=completion(suffix="x"))).json()["error"]["param"] == "suffix"
 
 
-CONTINUE = {  # the body of Continue's LlamaStack provider, with the stop strings of its template for Qwen
+CONTINUE: dict[str, Any] = {  # the body of Continue's LlamaStack provider, with the stop strings of its template for Qwen
     "model": "fake",
     "prompt": "def add(a, b):\n    return ",
     "suffix": "\n\nprint(add(1, 2))\n",

@@ -85,7 +85,11 @@ async def test_a_prompt_is_cut_for_the_default_length() -> None:
 @pytest.mark.parametrize("most", [12, 13, 4096])
 async def test_a_long_default_leaves_the_prompt(most: int) -> None:
     """The bug: a default of the whole context or more left one token of the prompt."""
-    for settings, defaults in (({}, RequestDefaults(max_tokens=most)), ({"max_answer_tokens": most}, RequestDefaults())):
+    cases: list[tuple[dict[str, Any], RequestDefaults]] = [
+        ({}, RequestDefaults(max_tokens=most)),
+        ({"max_answer_tokens": most}, RequestDefaults()),
+    ]
+    for settings, defaults in cases:
         engine = FakeEngine(defaults=defaults, max_model_len=12)
         async with in_process(engine, **settings) as client:
             assert (await client.post("/v1/chat/completions", json=chat(truncate_prompt_tokens=-1))).status_code == 200

@@ -28,7 +28,6 @@ V = len(TOKENIZER)
 LIMITS = SchedulerConfig(num_slots=8192, max_model_len=256)
 TEXTS = [("hello", " world"), ("", "the"), ("the quick", ""), ("日本語", "😀"), ("<fim-suffix>", "<fim-middle>")]
 PAD = TOKENIZER.convert_tokens_to_ids("<fim-pad>")
-BIAS = 5.0  # a random model would seldom end a middle
 
 
 @cache
@@ -41,6 +40,9 @@ def _infill() -> Infill:
 @cache
 def _module() -> PreTrainedModel:
     return tiny_module(vocab_size=V)
+
+
+ENDS = [*_infill().end_ids, _module().generation_config.eos_token_id]
 
 
 @asynccontextmanager
@@ -59,40 +61,31 @@ async def _post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, 
 
 
 @torch.inference_mode()
-def _generated(prompt: tuple[int, ...]) -> list[int]:
-    """Return what `generate` adds to a prompt, with the ends of a middle as end tokens."""
+def _generated(prompt: tuple[int, ...], bias: float) -> list[int]:
+    """Return what `generate` adds to a prompt, with the ends of a middle as end tokens. These have a bias."""
     ids = torch.tensor([prompt])
-    ends = [*_infill().end_ids, _module().generation_config.eos_token_id]
     out = _module().generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
         max_new_tokens=30,
-        eos_token_id=ends,
+        eos_token_id=ENDS,
         pad_token_id=0,
-        logits_processor=[SequenceBiasLogitsProcessor([[[PAD], BIAS]])],
+        logits_processor=[SequenceBiasLogitsProcessor([[[token_id], bias] for token_id in ENDS])],
     )
     return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
-async def test_a_greedy_middle_is_generates():
-    num_ended = 0
+@pytest.mark.parametrize(("bias", "finish"), [(-100.0, "length"), (7.0, "stop")])
+async def test_a_greedy_middle_is_generates(bias: float, finish: str):
+    biases = {str(token_id): bias for token_id in ENDS}
+    body = {"model": MODEL, "temperature": 0, "max_tokens": 30, "return_token_ids": True, "logit_bias": biases}
     async with _served() as client:
         for prefix, suffix in TEXTS:
-            expected = _generated(_infill().prompt(prefix, suffix))
-            fields: dict[str, Any] = {
-                "temperature": 0,
-                "max_tokens": 30,
-                "return_token_ids": True,
-                "logit_bias": {str(PAD): BIAS},
-            }
-            answer = await _post(client, "/v1/completions", model=MODEL, prompt=prefix, suffix=suffix, **fields)
-            (choice,) = answer["choices"]
-            assert choice["token_ids"] == expected
-            kept = expected[:-1] if choice["finish_reason"] == "stop" else expected
-            assert choice["text"] == TOKENIZER.decode(kept, skip_special_tokens=True)
-            num_ended += choice["finish_reason"] == "stop"
-    assert 0 < num_ended < len(TEXTS)
+            expected = _generated(_infill().prompt(prefix, suffix), bias)
+            (choice,) = (await _post(client, "/v1/completions", **body, prompt=prefix, suffix=suffix))["choices"]
+            assert (choice["token_ids"], choice["finish_reason"]) == (expected, finish)
+            assert choice["text"] == TOKENIZER.decode(expected, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"top_k": 7, "seed": 4}], ids=str)
