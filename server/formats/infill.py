@@ -27,7 +27,7 @@ class InfillFormat:
         self._end = Piece(0)
 
     def chunks(self, piece: Piece, _usage: InChunk) -> Iterator[InfillAnswer]:
-        """Yield one chunk if there is text, or tokens whose ids are requested."""
+        """Yield one chunk if there is text, or token ids are requested."""
         self._take(piece)
         if piece.text or (piece.token_ids and self._body.return_tokens):
             yield InfillAnswer(content=piece.text, tokens=self._tokens_of(piece), stop=False, **self._counts())

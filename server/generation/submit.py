@@ -34,7 +34,7 @@ from server.tool_calls.use import NO_TOOLS, ToolUse, tool_use
 
 _MAX_PROMPT_SCORES = 1 << 15  # log-probabilities of prompt tokens in one answer: writing them blocks the event loop
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
-_LEAST_MIDDLE = 128  # tokens for the answer to an infill request without a limit, whose prompt is cut to fit
+_LEAST_MIDDLE = 128  # tokens that a prompt cut to fit leaves for the answer, if the request has no limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class TextCodec:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_plain(self, text: str, begins: bool) -> tuple[int, ...]:
-        """Return the ids of a text whose spellings of control tokens stay text; with the tokenizer's own space before it if it
+        """Return the ids of a text. Spellings of control tokens in it stay text. The tokenizer's own space comes before it if it
         `begins` a text.
         """
         cuts = [match.start() + 1 for match in self._unmarked.finditer(text)] if self._unmarked else []

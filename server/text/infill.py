@@ -74,7 +74,7 @@ class Infill:
         self._repository = family.repository if has_files else None
 
     def prompt(self, prefix: str, suffix: str, adds_special_tokens: bool = True) -> Ids:
-        """Return the prompt whose continuation is the text between prefix and suffix."""
+        """Return the prompt that the text between prefix and suffix continues."""
         before = self._before if adds_special_tokens else ()
         return (*before, *self._marked(self._encode(prefix, True), self._encode(suffix, False)))
 
@@ -115,6 +115,6 @@ class Infill:
 
 
 def infill_of(added_tokens: Mapping[str, int], encode: Encode, before: Ids) -> Infill | None:
-    """Return the prompts of the first family whose markers are all added tokens of a tokenizer, or None."""
+    """Return the prompts of the first family with all its markers among a tokenizer's added tokens, or None."""
     found = (family for family in FAMILIES if added_tokens.keys() >= {*family.markers})
     return next((Infill(family, added_tokens, encode, before) for family in found), None)

@@ -84,7 +84,7 @@ async def test_a_streamed_middle_is_the_whole(chunks: tuple[int, ...], options: 
         assert [i for part in parts for i in part.get("token_ids", [])] == choice.get("token_ids", [])
 
 
-async def test_ignore_eos_ignores_the_ends_of_a_middle():
+async def test_ignore_eos_ignores_ends_of_a_middle():
     async with in_process(engine := engine_of(), tokenizer=QWEN) as client:
         choice = await choice_of(client, ignore_eos=True, stop_token_ids=[7])
     assert engine.requests[0].sampling.stop_token_ids == (7,)
@@ -131,7 +131,7 @@ async def test_other_models_refuse_a_suffix(suffix: str):
     assert len(engine.requests) == 1
 
 
-async def test_a_model_without_the_markers_rows_refuses_a_suffix():
+async def test_a_smaller_vocabulary_refuses_a_suffix():
     """A tokenizer may have more tokens than its model (Code Llama 34B's)."""
     async with in_process(engine_of(vocab_size=PAD), tokenizer=QWEN) as client:
         assert (await client.post(URL, json=completion(suffix="x"))).json()["error"]["param"] == "suffix"

@@ -52,7 +52,7 @@ def test_a_prompt_is_its_familys(family: str, special: bool):
     assert _spelled(codec, without) == PROMPTS[family].removeprefix("<|start|>")
 
 
-def test_a_suffix_gets_no_space_of_the_tokenizer():
+def test_a_suffix_gets_no_added_space():
     """The bug to avoid: sentencepiece puts a space before a text, so a suffix `(x)` became ` (x)`."""
     for family in ("codellama", "codestral"):
         codec = _codec(family)
@@ -74,7 +74,7 @@ def test_other_tokenizers_have_no_prompt(make: Any):
 
 
 @pytest.mark.parametrize("missing", INFILL["qwen"][:3])
-def test_a_tokenizer_without_a_marker_has_no_prompt(missing: str, monkeypatch: pytest.MonkeyPatch):
+def test_no_prompt_without_each_marker(missing: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(INFILL, "partial", [token for token in INFILL["qwen"] if token != missing])
     assert _codec("partial").infill is None
 

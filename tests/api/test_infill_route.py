@@ -94,7 +94,7 @@ async def test_an_answer_has_llama_cpps_shape():
     ],
     ids=str,
 )
-async def test_the_end_of_a_middle_has_a_type(fields: dict[str, Any], expected: tuple[str, str, str]):
+async def test_each_end_has_its_type(fields: dict[str, Any], expected: tuple[str, str, str]):
     async with in_process(engine_of(), tokenizer=QWEN) as client:
         answer = await filled(client, **fields)
     assert (answer["stop_type"], answer["stopping_word"], answer["content"]) == expected
@@ -138,7 +138,7 @@ async def test_the_bodies_of_editors_are_answered(body: dict[str, Any]):
         assert set(answer) == {*body["response_fields"]} - {""}
 
 
-async def test_fields_that_are_not_there_are_left_out():
+async def test_missing_response_fields_are_left_out():
     async with in_process(engine_of(), tokenizer=QWEN) as client:
         answer = await filled(client, response_fields=["content", "timings", "zzz", "content/x", "timings/zzz", "stop/", ""])
     assert list(answer) == ["content", "timings"]
@@ -188,7 +188,7 @@ async def test_a_line_of_less_indent_ends_it(num_indent: int, text: str, expecte
     assert engine.living == {}
 
 
-async def test_a_line_that_ends_late_is_the_last(monkeypatch: pytest.MonkeyPatch):
+async def test_a_late_line_is_the_last(monkeypatch: pytest.MonkeyPatch):
     """Seconds are counted from the first text: one for each event."""
     ids = QWEN.encode("a\nb\nc\nd")
     assert len(ids) == 7
@@ -206,7 +206,7 @@ async def test_a_line_that_ends_late_is_the_last(monkeypatch: pytest.MonkeyPatch
 
 
 @given(st.text(alphabet=" \t\nab", max_size=30), st.integers(0, 4), st.lists(st.integers(0, 30), max_size=4))
-def test_where_a_text_is_cut_does_not_matter(text: str, num_indent: int, cuts: list[int]):
+def test_cuts_of_a_text_change_nothing(text: str, num_indent: int, cuts: list[int]):
     def read(*pieces: str) -> tuple[str, bool]:
         limits = LineLimits(num_indent)
         return "".join(limits.feed(piece).content for piece in pieces), limits.is_done
