@@ -240,7 +240,7 @@ WRONG: dict[str, list[Any]] = {
     **{name: [1] for name in ("presence_penalty", "frequency_penalty", "mirostat", "n_probs", "max_tokens", "suffix")},
     "lora": [[{"id": 0, "scale": 0.5}]],
     "input_sufix": ["x"],
-    "speculative": [{"depth": 2, "zzz": 1}],
+    "speculative": [{"depth": 2, "zzz": 1}, {"trace": True}],
 }
 REFUSED = [(name, value) for name, values in WRONG.items() for value in values]
 
@@ -251,6 +251,15 @@ async def test_wrong_fields_are_refused_by_name(param: str, value: object):
         answer = await client.post(URL, json=body_of(**{param: value}))
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
     assert answer.json()["error"]["param"].startswith(param)
+    assert engine.requests == []
+
+
+async def test_a_traced_stream_is_refused():
+    """The bug: a trace without a stream was a 500, and with one it was computed for nothing."""
+    async with in_process(engine := engine_of(), tokenizer=QWEN) as client:
+        for stream in (True, False):
+            answer = await client.post(URL, json=body_of(stream=stream, speculative={"trace": True}))
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "speculative.trace")
     assert engine.requests == []
 
 
