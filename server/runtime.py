@@ -79,8 +79,8 @@ class Runtime:
         self._on_fatal = on_fatal
         self._tokenizer: Tokenizer | None = None
         self._codec: TextCodec | None = None
+        self._tool_support = ToolSupport()
         self.grammars = GrammarCheck(self._describe_vocabulary)
-        self.tool_support = ToolSupport()
         self.reasoning_support = ReasoningSupport()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -98,6 +98,12 @@ class Runtime:
     def template_variables(self) -> frozenset[str]:
         """The variables that the chat template reads; none until the tokenizer is loaded."""
         return frozenset() if self._codec is None else self._codec.template_variables
+
+    @property
+    def tool_support(self) -> ToolSupport:
+        """What the chat template supports of tools; raises EngineUnavailable whenever `codec` does."""
+        _ = self.codec
+        return self._tool_support
 
     @property
     def is_ready(self) -> bool:
@@ -127,7 +133,7 @@ class Runtime:
             tokenizer = await _in_daemon_thread(self._load_tokenizer)
             await self.engine.start()
             self._tokenizer, self._codec = tokenizer, TextCodec(tokenizer)
-            self.tool_support = tool_support(self._codec, self.settings.tool_call_parser)
+            self._tool_support = tool_support(self._codec, self.settings.tool_call_parser)
             self.reasoning_support = reasoning_support(self._codec, self.settings.reasoning_parser)
             self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
             log.info("serving %s", self.settings.served_name)

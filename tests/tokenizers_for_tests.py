@@ -60,6 +60,16 @@ THINK_TEMPLATES = {
     ),
 }
 SPECIAL = ["<|end|>", "<|start|>", "<unk>"]
+INFILL = {  # tokens for fill-in-the-middle by family: the markers, then the tokens that end a middle and those of repositories
+    "qwen": ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
+    "codegemma": ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_separator|>"],
+    "starcoder": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>", "<reponame>", "<filename>"],
+    "starcoder2": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>", "<repo_name>", "<file_sep>"],
+    "santacoder": ["<fim-prefix>", "<fim-suffix>", "<fim-middle>", "<fim-pad>"],
+    "deepseek": ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", "<|EOT|>"],
+    "codellama": ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"],
+    "codestral": ["[PREFIX]", "[SUFFIX]", "[MIDDLE]"],
+}
 
 
 @cache
@@ -93,6 +103,23 @@ def thinking(kind: str = "qwen3", special: bool | None = False) -> PreTrainedTok
         markers = ("<think>", "</think>", "<tool_call>", "</tool_call>")
         tokenizer.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in markers])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=THINK_TEMPLATES[kind])
+
+
+@cache
+def infilling(family: str, special: bool = True) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a family's infill tokens, which are `special` or are not.
+
+    Code Llama's and Codestral's put a space before a text. These and some others put a token before it.
+    """
+    puts_space = family in ("codellama", "codestral")
+    tokenizer = Tokenizer.from_str((byte_fallback() if puts_space else byte_level()).backend_tokenizer.to_str())
+    tokenizer.add_tokens([AddedToken(token, special=special, normalized=False) for token in INFILL[family]])
+    if puts_space or family in ("codegemma", "deepseek"):
+        start = [("<|start|>", tokenizer.token_to_id("<|start|>"))]
+        tokenizer.post_processor = processors.TemplateProcessing(single="<|start|> $A", special_tokens=start)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", unk_token="<unk>", chat_template=CHAT_TEMPLATE
+    )
 
 
 @cache

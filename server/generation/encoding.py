@@ -1,18 +1,21 @@
 """Encodes the texts of requests off the event loop. API keys take turns; errors name the field."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from engine.core.service import EngineUnavailable
 from engine.core.types import ModelInfo
 from server.http.errors import ContextTooLong, InvalidRequest, Overloaded, UnknownModel
 from server.runtime import Runtime
+from server.schemas.completion import CompletionRequest, Prompt
+from server.schemas.infill import InfillRequest
 from server.schemas.messages import Message, templated
 from server.schemas.tools import Tool, templated_tools
 from server.text.chat_text import strings_of
 from server.text.codec import ChatForm, TextError
+from server.text.infill import Infill
 from server.text.tokenizer_thread import TokenizerBusy, TokenizerClosed
-from server.tool_calls.use import require_shown
 
 _TOKENIZER_RETRY_S = 2.0
 
@@ -24,6 +27,14 @@ def require_served(runtime: Runtime, name: str) -> None:
     """Raise UnknownModel unless the model of that name is served."""
     if name not in runtime.settings.served_names:
         raise UnknownModel(name)
+
+
+def require_infill(runtime: Runtime, param: str) -> Infill:
+    """Return the infill prompts of the model; raise InvalidRequest if it has no tokens for them."""
+    infill = runtime.codec.infill
+    if infill is None or max(infill.end_ids) >= runtime.engine.model.vocab_size:
+        raise InvalidRequest("this model's tokenizer has no fill-in-the-middle tokens", param)
+    return infill
 
 
 def longest_text(model: ModelInfo) -> int:
@@ -38,12 +49,31 @@ async def encoded_text(runtime: Runtime, key: str, text: str, param: str, adds_s
     return await encoded(runtime, key, len(text.encode()), lambda: encode(text), param)
 
 
+async def encoded_prompt(runtime: Runtime, key: str, body: CompletionRequest, prompt: Prompt) -> PromptIds:
+    """Return the ids of one prompt of a completion request, before its suffix if it has one."""
+    suffix, adds_special = body.suffix, body.add_special_tokens is not False
+    if not isinstance(prompt, str):
+        return tuple(prompt)
+    if suffix is None:
+        return await encoded_text(runtime, key, prompt, "prompt", adds_special)
+    infill, num_bytes = require_infill(runtime, "suffix"), len(prompt.encode()) + len(suffix.encode())
+    return await encoded(runtime, key, num_bytes, lambda: infill.prompt(prompt, suffix, adds_special), "prompt")
+
+
+async def encoded_infill(runtime: Runtime, key: str, body: InfillRequest, most: int) -> tuple[PromptIds, bool]:
+    """Return the ids of an infill request's prompt, at most `most`, and whether anything was left out to make it fit."""
+    infill = require_infill(runtime, "input_suffix")
+    texts = (body.prefix, body.input_suffix, *(part for file in body.files for part in file))
+    num_bytes = sum(len(text.encode()) for text in texts)
+    work = partial(infill.prompt_of_files, body.prefix, body.input_suffix, body.files, most)
+    return await encoded(runtime, key, num_bytes, work, "input_prefix")
+
+
 async def encoded_chat(
     runtime: Runtime, key: str, messages: Sequence[Message], tools: Sequence[Tool], form: ChatForm, param: str = "messages"
 ) -> PromptIds:
-    """Return the ids of a conversation with its tools; refuse parts that the model's template would leave out."""
+    """Return the ids of a conversation with its tools."""
     codec = runtime.codec
-    require_shown(runtime.tool_support, messages, tools)
     shown, shown_tools = templated(messages), templated_tools(tools)
     contents = [[message.get(field) for field in ("content", "tool_calls", "name", "reasoning_content")] for message in shown]
     num_bytes = sum(len(text.encode()) for text in strings_of([contents, shown_tools, form.variables]))

@@ -14,7 +14,7 @@ from server.generation.sample import AcceptanceCounts, Choice, Piece
 from server.http.errors import ApiError, GenerationFailed, InvalidRequest, Overloaded, as_api_error
 from server.http.rate_limits import current_spender
 from server.http.time_limits import TimeLimits
-from server.http.tracing import current_trace
+from server.http.tracing import SampleTimes, current_trace
 from server.metrics.requests import RequestMeter, SampleMeter
 
 
@@ -44,6 +44,7 @@ class Generation:
         limits: TimeLimits = _UNLIMITED,
     ) -> None:
         self.num_prompt_tokens = num_prompt_tokens
+        self.is_prompt_cut = False  # set for a prompt of which something was left out to make it fit
         self._engine = engine
         self._samples = tuple(samples)
         self._meter = meter
@@ -90,6 +91,11 @@ class Generation:
         for choice in self.choices:
             total.add(choice.acceptance)
         return total
+
+    @property
+    def times(self) -> list[SampleTimes]:
+        """The times of the samples so far, in the order of their indices."""
+        return self._meter.times()
 
     def start(self) -> Self:
         """Submit every sample, or none. Errors are raised here, before any answer began."""
@@ -174,7 +180,7 @@ class Generation:
                 self._engine.abort(sample.request.request_id)
         self._meter.close(self._unfinished)
         if (trace := current_trace.get()) is not None:
-            trace.generated(self._meter.times())
+            trace.generated(self.times)
 
 
 def _error_of(event: TokenEvent) -> ApiError:

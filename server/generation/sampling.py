@@ -19,22 +19,14 @@ def chosen(requested: T | None, of_model: T | None, default: T) -> T:
 
 
 def sampling_of(
-    model: ModelInfo,
-    body: GenerationRequest,
-    max_tokens: int,
-    bad_words: Sequence[tuple[int, ...]] = (),
-    grammar: Grammar | None = None,
-    grammar_param: str = "",
+    model: ModelInfo, body: GenerationRequest, max_tokens: int, grammar: Grammar | None, end_ids: Sequence[int] = ()
 ) -> SamplingParams:
-    """Return the sampling parameters of choice 0; raise InvalidRequest if they leave no distribution over the model's tokens.
+    """Return the sampling parameters of choice 0, without bad words, which are not encoded yet.
 
-    `bad_words` are the ids of the request's bad words; `grammar_param` names the field that requests the grammar.
+    `end_ids` are more tokens of the model that end this text.
     """
     defaults = model.defaults
-    stop_token_ids = tuple(body.stop_token_ids or ())
-    if any(i >= model.vocab_size for i in stop_token_ids):
-        raise InvalidRequest(f"a stop token is outside the vocabulary of {model.vocab_size}", "stop_token_ids")
-    sampling = SamplingParams(
+    return SamplingParams(
         temperature=chosen(body.temperature, defaults.temperature, 1.0),
         top_p=chosen(body.top_p, defaults.top_p, 1.0),
         top_k=max(0, chosen(body.top_k, defaults.top_k, 0)),
@@ -45,18 +37,22 @@ def sampling_of(
         repetition_penalty=chosen(body.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (body.logit_bias or {}).items()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        bad_words=tuple(bad_words),
         grammar=grammar,
         seed=body.seed,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=(*(body.stop_token_ids or ()), *(() if body.ignore_eos else end_ids)),
         ignore_eos=bool(body.ignore_eos),
         num_logprobs=body.num_sampled_logprobs,
         num_prompt_logprobs=body.num_prompt_logprobs,
     )
+
+
+def require_distribution(model: ModelInfo, sampling: SamplingParams, grammar_param: str) -> None:
+    """Raise InvalidRequest if the parameters leave no distribution; `grammar_param` names the field that requests the grammar."""
+    if any(i >= model.vocab_size for i in sampling.stop_token_ids):
+        raise InvalidRequest(f"a stop token is outside the vocabulary of {model.vocab_size}", "stop_token_ids")
     try:
         require_probs(sampling, model.vocab_size, model.eos_token_ids)
     except NoDistribution as error:
         raise InvalidRequest(str(error), grammar_param if error.param == "grammar" else error.param) from error
-    return sampling

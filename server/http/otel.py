@@ -20,7 +20,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.tracing import SampleTimes, current_trace
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/infill": "text_completion",
+}
 
 
 def provider_of(exporter: SpanExporter, processor: type[SpanProcessor] = BatchSpanProcessor) -> TracerProvider:

@@ -34,6 +34,7 @@ class EventStream(Response):
     def __init__(self, objects: AsyncIterator[BaseModel], close: Callable[[], Awaitable[None]]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
+        self.end = _DONE
         self._objects = objects
         self._close = close
 
@@ -56,7 +57,8 @@ class EventStream(Response):
         except Exception as error:
             log.exception("unhandled error in a stream")
             await self._send_error(send, error)
-        await _send_body(send, _DONE)
+        if self.end:
+            await _send_body(send, self.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_error(self, send: Send, error: Exception) -> None:

@@ -68,13 +68,19 @@ _OUTPUT_CHANGING: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def without_unknown(body: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the known fields, and the names of the ignored ones; raise InvalidRequest for a field that may change the output."""
+def without_unknown(
+    body: Mapping[str, Any], known: Collection[str], ignorable: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the known fields, and the names of the ignored ones; raise InvalidRequest for a field that may change the output.
+
+    Fields of the names `ignorable` are ignored whatever they are.
+    """
     unknown = [name for name in body if name not in known]
     if len(unknown) > MAX_IGNORED:
         raise InvalidRequest(f"more than {MAX_IGNORED} unknown parameters", unknown[MAX_IGNORED])
     for name in unknown:
-        _require_harmless(name, body[name], known)
+        if name not in ignorable:
+            _require_harmless(name, body[name], known)
     return {name: value for name, value in body.items() if name in known}, unknown
 
 

@@ -53,6 +53,7 @@ class StrictRoute(APIRoute):
         handle = super().get_route_handler()
         model = self.dependant.body_params[0].field_info.annotation
         known, marks = _fields_of(model), _marks_of(model)
+        ignorable = getattr(model, "ignored_fields", frozenset[str]())
         warned: set[str] = set()
 
         async def handle_strictly(request: Request) -> Response:
@@ -61,7 +62,7 @@ class StrictRoute(APIRoute):
             runtime: Runtime = request.app.state.runtime
             ignored: list[str] = []
             if isinstance(value, dict) and not runtime.settings.strict:
-                value, ignored = without_unknown(value, known)
+                value, ignored = without_unknown(value, known, ignorable)
             if isinstance(value, dict):
                 named = [name for name in marks if name in value]
                 variables = runtime.template_variables

@@ -13,6 +13,7 @@ from server.routes.strict import StrictRoute
 from server.runtime import Runtime
 from server.schemas.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from server.text.tokenizer_info import TokenizerInfo
+from server.tool_calls.use import require_shown
 
 router = APIRouter(tags=["tokenizer"])
 _bodies = APIRouter(route_class=StrictRoute, tags=["tokenizer"])
@@ -48,6 +49,7 @@ async def _tokenized(runtime: Runtime, body: TokenizeRequest, key: str) -> Respo
         require_served(runtime, body.model)
     codec = runtime.codec
     if body.messages is not None:
+        require_shown(runtime.tool_support, body.messages, body.tools or ())
         ids = await encoded_chat(runtime, key, body.messages, body.tools or (), body.form)
     else:
         ids = await encoded_text(runtime, key, body.prompt or "", "prompt", body.add_special_tokens is not False)

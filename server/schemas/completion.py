@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest, TokenId
-from server.schemas.strict import MAX_INTEGER, Neutral, misfit
+from server.schemas.strict import MAX_INTEGER, misfit
 from server.schemas.trace import StepTrace
 
 Prompt = str | list[int]
@@ -33,7 +33,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(
         None, ge=0, le=MAX_INTEGER, description="Default 16. 0 beside echo: the prompt alone is returned, with its logprobs."
     )
-    suffix: Annotated[object, Neutral()] = None
+    suffix: str | None = Field(None, description="The text after the completion, for models with fill-in-the-middle tokens.")
 
     @model_validator(mode="after")
     def _has_a_best(self) -> Self:
@@ -47,6 +47,17 @@ class CompletionRequest(GenerationRequest):
     def _returns_something(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
             raise misfit("max_tokens", "max_tokens must be at least 1, or 0 beside echo: true")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_a_suffix(self) -> Self:
+        if self.suffix is None:
+            return self
+        if any(not isinstance(prompt, str) for prompt in self.prompts):
+            raise misfit("suffix", "suffix is accepted only with prompts that are texts")
+        for param in ("echo", "truncate_prompt_tokens"):
+            if getattr(self, param):
+                raise misfit(param, f"{param} is not accepted with suffix")
         return self
 
     @property

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,6 +17,7 @@ from engine.weights import pretrained
 from server.text.chat_text import ControlMask, strings_of, unused_mark
 from server.text.control_tokens import ControlFinder, TextSegment
 from server.text.detokenizer import Detokenizer
+from server.text.infill import FAMILIES, infill_of
 from server.text.template_variables import template_variables
 from server.text.tokenizer_info import tokenizer_info
 from server.text.tokenizer_thread import TokenizerThread
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\ufffd"
+_SMILE = "\u263a"  # merges with no text after it: Code Llama's way to encode a text without a space before it
+_INFILL_TOKENS = {token for family in FAMILIES for token in (*family.markers, *family.ends)}
 
 Messages = Sequence[Mapping[str, Any]]  # as a chat template reads them
 Tools = Sequence[Mapping[str, Any]]  # functions with their JSON schemas, as it reads them
@@ -105,13 +109,19 @@ class TextCodec:
         self._byte_ids = {i: int(m[1], 16) for token, i in vocab.items() if (m := _BYTE_TOKEN.fullmatch(token))}
         specials = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._controls = {content: i for i, content in specials.items()}
-        self.added_tokens = frozenset(token.content for token in tokenizer.added_tokens_decoder.values())
+        added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+        self.added_tokens = frozenset(added)
         self._finder = ControlFinder(self._controls)
         self._ids = set(vocab.values())
         self._text_ids = self._ids - specials.keys()
         bare = tokenizer.encode("a", add_special_tokens=False)
         self._anchor = bare[-1:]
         self._around = _around(bare, tokenizer.encode("a", add_special_tokens=True))
+        unmarked = _INFILL_TOKENS.intersection(added).difference(self._controls)  # not special, so not split by the tokenizer
+        self._unmarked = re.compile(f"(?={'|'.join(map(re.escape, unmarked))})") if unmarked else None
+        smile = tokenizer.encode(_SMILE, add_special_tokens=False)
+        self._smile = smile if smile and (tokenizer.convert_ids_to_tokens(smile[0]) or "").startswith("▁") else None
+        self.infill = infill_of(added, self.encode_plain, self._around[0])
         self._token_texts: dict[int, TokenText] = {}
         self.longest_token_bytes = _longest_bytes(vocab)
         self.info = tokenizer_info(tokenizer, len(vocab), self._controls)
@@ -125,6 +135,21 @@ class TextCodec:
     def encode_more(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text that follows others, without special tokens around it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_plain(self, text: str, begins: bool) -> tuple[int, ...]:
+        """Return the ids of a text. Spellings of control tokens in it stay text. The tokenizer's own space comes before it if it
+        `begins` a text.
+        """
+        cuts = [match.start() + 1 for match in self._unmarked.finditer(text)] if self._unmarked else []
+        pieces = [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
+        ids = [self._plain_ids(piece, begins and not at) for at, piece in enumerate(pieces)]
+        return tuple(chain.from_iterable(ids))
+
+    def _plain_ids(self, text: str, begins: bool) -> list[int]:
+        encode = partial(self._tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
+        if begins or self._smile is None:
+            return encode(text)
+        return encode(_SMILE + text)[len(self._smile) :]
 
     def encode_chat(self, messages: Messages, form: ChatForm = ChatForm(), tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation. Raises TextError with the template's reason."""
@@ -183,11 +208,15 @@ class TextCodec:
         kept = self._text_ids if skips_special else self._ids
         return self._decode([i for i in token_ids if i in kept])
 
-    def detokenizer(self, skips_special: bool = True, kept: Iterable[str] = ()) -> Detokenizer:
-        """Return a new detokenizer. Its pieces add up to the result of `decode`, plus the special tokens that are `kept`."""
+    def detokenizer(self, skips_special: bool = True, kept: Iterable[str] = (), begins: bool = True) -> Detokenizer:
+        """Return a new detokenizer. Its pieces add up to the result of `decode`, plus the special tokens that are `kept`.
+
+        Without `begins` its text follows another: a space at its beginning is not stripped.
+        """
         text_ids = self._text_ids if skips_special else self._ids
         kept_ids = {self._controls[token] for token in kept if token in self._controls}
-        return Detokenizer(self._decode, text_ids | kept_ids if kept_ids else text_ids, self._byte_ids.keys())
+        context = () if begins else self._anchor
+        return Detokenizer(self._decode, text_ids | kept_ids if kept_ids else text_ids, self._byte_ids.keys(), context)
 
     def token_text(self, token_id: int) -> TokenText:
         """Return the text and bytes of one token inside a text; special tokens are spelled out."""

@@ -24,16 +24,16 @@ class Detokenizer:
     pending, and be decoded again at every id.
     """
 
-    def __init__(self, decode: Decode, text_ids: Set[int], byte_ids: Set[int]) -> None:
-        """Take a `decode` without cleanup, the ids that are text, and the byte-fallback ids among them.
+    def __init__(self, decode: Decode, text_ids: Set[int], byte_ids: Set[int], context: Sequence[int] = ()) -> None:
+        """Take a `decode` without cleanup, the ids that are text, the byte-fallback ids among them, and ids before the text.
 
         Other ids (special tokens, padding rows of the vocabulary) are not text and end no run.
         """
         self._decode = decode
         self._text_ids = text_ids
         self._byte_ids = byte_ids
-        self._context: list[int] = []
-        self._num_context_chars = 0
+        self._context = list(context)
+        self._num_context_chars = len(decode(self._context)) if context else 0
         self._pending: list[int] = []
         self._num_emitted = 0  # characters of the pending ids' text that are emitted already
 

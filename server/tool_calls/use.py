@@ -31,6 +31,11 @@ class ToolUse:
     reasoning: ReasoningUse = NO_REASONING
 
     @property
+    def grammar_param(self) -> str | None:
+        """The field that requests the grammar, if there is one."""
+        return "tools" if self.grammar else None
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """The markup that detokenizing must keep in the text."""
         return (*(self.syntax.markers if self.syntax else ()), *self.reasoning.kept_tokens)
@@ -55,6 +60,7 @@ def require_shown(support: ToolSupport, messages: Sequence[Message], tools: Sequ
 
 def tool_use(support: ToolSupport, body: ChatRequest) -> ToolUse:
     """Return the tool use of a request; raise InvalidRequest if this model does not support it."""
+    require_shown(support, body.messages, body.offered_tools)
     if not body.offered_tools:
         return NO_TOOLS
     if support.syntax is None:

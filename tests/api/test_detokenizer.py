@@ -65,6 +65,21 @@ def test_so_do_pieces_with_special_tokens_spelled_out(name: str):
     _property(name, lambda codec: codec.detokenizer(skips_special=False), skips_special=False)()
 
 
+@pytest.mark.parametrize("name", CODECS)
+def test_pieces_after_a_text_add_up(name: str):
+    """A text that follows another keeps the space at its beginning, which sentencepiece's decoder strips."""
+    codec = CODECS[name]
+    before = codec.encode_more("a")
+
+    @given(_ids(codec))
+    def pieces_add_up(ids: list[int]) -> None:
+        text = "".join(_streamed(codec.detokenizer(begins=False), ids))
+        assert text == codec.decode([*before, *ids]).removeprefix(codec.decode(before))
+
+    pieces_add_up()
+    assert "".join(_streamed(codec.detokenizer(begins=False), list(codec.encode_more("a the")[len(before) :]))) == " the"
+
+
 @given(st.lists(st.integers(0, 330), max_size=12))
 def test_special_tokens_are_spelled_out_as_transformers_does(ids: list[int]):
     assert CODECS["byte-level"].decode(ids, skips_special=False) == byte_level().decode(ids, skip_special_tokens=False)

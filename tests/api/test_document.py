@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from server.schemas.chat import ChatRequest
 from server.schemas.common import StreamOptions
 from server.schemas.completion import CompletionRequest
+from server.schemas.infill import InfillRequest
 from server.schemas.responses import ResponsesRequest
 from server.schemas.speculative import SpeculativeOptions
 from server.schemas.tokens import DetokenizeRequest, TokenizeRequest
@@ -16,7 +17,10 @@ from tests.api.harness import in_process
 from tests.fake_engine import FakeEngine
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-MODELS = [CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, StreamOptions, SpeculativeOptions]
+MODELS = [
+    *(CompletionRequest, ChatRequest, ResponsesRequest, InfillRequest, TokenizeRequest, DetokenizeRequest),
+    *(StreamOptions, SpeculativeOptions),
+]
 
 
 async def test_every_route_is_told_of():

@@ -30,7 +30,7 @@ def _user(content: object) -> dict[str, Any]:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what is encoded, as it is."""
     texts: list[str] = []
-    encode, encode_chat = TextCodec.encode, TextCodec.encode_chat
+    encode, encode_chat, encode_more = TextCodec.encode, TextCodec.encode_chat, TextCodec.encode_more
 
     def watched(codec: TextCodec, text: str) -> tuple[int, ...]:
         texts.append(text)
@@ -40,7 +40,12 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         texts.append(messages[0]["content"])
         return encode_chat(codec, messages, *options)
 
+    def watched_more(codec: TextCodec, text: str) -> tuple[int, ...]:
+        texts.append(text)
+        return encode_more(codec, text)
+
     monkeypatch.setattr(TextCodec, "encode", watched)
+    monkeypatch.setattr(TextCodec, "encode_more", watched_more)
     monkeypatch.setattr(TextCodec, "encode_chat", watched_chat)
     return texts
 
@@ -57,6 +62,34 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_encoded(encoded: lis
         await client.post(COMPLETIONS, json=completion(prompt="x" * limit))
         await client.post(CHAT, json=chat(messages=[half]))
     assert len(encoded) == 2
+
+
+REFUSABLE: list[dict[str, Any]] = [
+    {"model": "other"},
+    {"n": 9},
+    {"stop_token_ids": [400]},
+    {"logit_bias": {"400": 1}},
+    {"min_tokens": 5, "max_tokens": 4},
+    {"min_tokens": 257},
+    {"max_tokens": 99},
+    {"speculative": {"trunk": 60}},
+    {"structured_outputs": {"regex": "("}},
+    {"structured_outputs": {"regex": "a"}, "ignore_eos": True},
+]
+
+
+@pytest.mark.parametrize("fields", REFUSABLE, ids=str)
+@pytest.mark.parametrize("beside", [{}, {"bad_words": ["fox"]}, {"prediction": {"type": "content", "content": "fox"}}], ids=str)
+async def test_other_refusals_encode_nothing(encoded: list[str], fields: dict[str, Any], beside: dict[str, Any]):
+    """The bug: prompts and bad words were encoded for requests whose numbers or grammar were refused afterwards."""
+    engine = FakeEngine(eos_token_ids=(0,))
+    async with in_process(engine, max_choices=8, max_answer_tokens=50, max_tree_tokens=32) as client:
+        for url, body in ((COMPLETIONS, completion(**beside)), (CHAT, chat(**beside))):
+            assert (await client.post(url, json={**body, **fields})).status_code in (400, 404)
+            assert encoded == []
+            assert (await client.post(url, json=body)).status_code == 200
+            assert encoded
+            encoded.clear()
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])

@@ -212,9 +212,11 @@ async def test_a_request_id_is_the_clients_if_it_is_sane(caplog: pytest.LogCaptu
 
 
 async def test_loading_is_503_with_a_time():
+    """The bug: tools were refused as unsupported, a 400, until the chat template was known."""
     engine = FakeEngine(start_gate=asyncio.Event())
     async with in_process(engine, waits=False) as client:
-        for url, body in ((URL, completion()), ("/v1/chat/completions", chat())):
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        for url, body in ((URL, completion()), ("/v1/chat/completions", chat()), ("/v1/chat/completions", chat(tools=tools))):
             response = await client.post(url, json=body)
             assert _assert_error(response, 503)["code"] == "engine_unavailable"
             assert int(response.headers["retry-after"]) >= 1

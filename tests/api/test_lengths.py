@@ -26,6 +26,9 @@ TEXTS = {
     "json",
     "choice",
     "whitespace_pattern",
+    "suffix",
+    "input_prefix",
+    "input_suffix",
 }
 
 

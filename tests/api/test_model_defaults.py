@@ -80,3 +80,18 @@ async def test_a_prompt_is_cut_for_the_default_length() -> None:
             assert (await client.post(path, json=body)).status_code == 200
         (request,) = engine.requests
         assert (len(request.prompt_ids), request.sampling.max_tokens) == (7, 5)
+
+
+@pytest.mark.parametrize("most", [12, 13, 4096])
+async def test_a_long_default_leaves_the_prompt(most: int) -> None:
+    """The bug: a default of the whole context or more left one token of the prompt."""
+    cases: list[tuple[dict[str, Any], RequestDefaults]] = [
+        ({}, RequestDefaults(max_tokens=most)),
+        ({"max_answer_tokens": most}, RequestDefaults()),
+    ]
+    for settings, defaults in cases:
+        engine = FakeEngine(defaults=defaults, max_model_len=12)
+        async with in_process(engine, **settings) as client:
+            assert (await client.post("/v1/chat/completions", json=chat(truncate_prompt_tokens=-1))).status_code == 200
+        (request,) = engine.requests
+        assert (len(request.prompt_ids), request.sampling.max_tokens) == (11, 1)

@@ -15,6 +15,7 @@ from server.http.errors import TooManyRequests
 from server.http.rate_limits import Account, Bucket, RateLimits
 from tests.api.harness import MODEL, chat, completion, in_process, over_loopback, sample, until
 from tests.fake_engine import FakeEngine
+from tests.tokenizers_for_tests import infilling
 
 KEYS = (SecretStr("one"), SecretStr("two"))
 URL = "/v1/completions"
@@ -193,12 +194,14 @@ ANSWERS = [
     ("/v1/chat/completions", chat(max_tokens=1, max_completion_tokens=6), None, "max_completion_tokens"),
     ("/v1/responses", {"model": MODEL, "input": "x", "max_output_tokens": 6}, None, "max_output_tokens"),
     ("/v1/responses", {"model": MODEL, "input": "x"}, 5, None),
+    ("/infill", {"input_prefix": "x", "input_suffix": "x"}, 5, None),
+    ("/infill", {"input_prefix": "x", "input_suffix": "x", "n_predict": 6}, None, "n_predict"),
 ]
 
 
 @pytest.mark.parametrize(("path", "body", "num_tokens", "param"), ANSWERS)
 async def test_answers_are_no_longer_than_allowed(path: str, body: dict[str, object], num_tokens: int | None, param: str | None):
-    async with in_process(engine := FakeEngine(), max_answer_tokens=5) as client:
+    async with in_process(engine := FakeEngine(vocab_size=500), max_answer_tokens=5, tokenizer=infilling("qwen")) as client:
         answer = await client.post(path, json=body)
         assert answer.status_code == (200 if num_tokens else 400)
         if num_tokens is None:

@@ -9,6 +9,7 @@ from server.generation.generation import Generation
 from server.http.time_limits import TimeLimits
 from tests.api.harness import MODEL, chat, completion, in_process, sample
 from tests.fake_engine import FakeEngine
+from tests.tokenizers_for_tests import infilling
 
 LONG_S = 3600.0
 SHORT_S = 0.05
@@ -16,12 +17,13 @@ ROUTES = {
     "/v1/completions": completion(),
     "/v1/chat/completions": chat(),
     "/v1/responses": {"model": MODEL, "input": "hello"},
+    "/infill": {"input_prefix": "hello", "input_suffix": "x"},
 }
 
 
 def stuck_after(num_events: int) -> FakeEngine:
     """Return an engine that says so many events of each request and then nothing."""
-    return FakeEngine(gate=asyncio.Event(), num_free_events=num_events)
+    return FakeEngine(gate=asyncio.Event(), num_free_events=num_events, vocab_size=500)
 
 
 def code_of(answer: httpx.Response) -> str:
@@ -31,7 +33,7 @@ def code_of(answer: httpx.Response) -> str:
 @pytest.mark.parametrize("path", list(ROUTES))
 async def test_a_request_is_given_no_more_time_than_it_asks_for(path: str) -> None:
     engine = stuck_after(1)
-    async with in_process(engine, request_limit_s=LONG_S) as client:
+    async with in_process(engine, request_limit_s=LONG_S, tokenizer=infilling("qwen")) as client:
         answer = await client.post(path, json={**ROUTES[path], "timeout_s": SHORT_S})
         samples = await sample(client)
     assert (answer.status_code, code_of(answer)) == (504, "deadline_exceeded")
@@ -92,7 +94,7 @@ async def test_a_limit_on_first_tokens_is_none_on_later_ones(monkeypatch: pytest
 
 
 async def test_who_is_in_time_is_told_nothing_of_limits() -> None:
-    async with in_process(FakeEngine(), first_token_limit_s=LONG_S, request_limit_s=LONG_S) as client:
+    async with in_process(stuck_after(1000), first_token_limit_s=LONG_S, tokenizer=infilling("qwen")) as client:
         for path, body in ROUTES.items():
             assert (await client.post(path, json={**body, "timeout_s": LONG_S})).status_code == 200
 

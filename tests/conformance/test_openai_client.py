@@ -12,7 +12,7 @@ import pytest
 from engine.core.types import Request
 from tests.conformance.served import PATIENCE_S, app_of, served
 from tests.fake_engine import FakeEngine, says
-from tests.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level, infilling
 
 TEXT = "hello 日本語 😀 there"
 IDS = byte_level().encode(TEXT)
@@ -58,6 +58,16 @@ def test_whole_answers_and_their_types(client: openai.OpenAI) -> None:
     completion = client.completions.create(model=MODEL, prompt=["a", "b"], n=2, logprobs=1, echo=True)
     assert [one.index for one in completion.choices] == [0, 1, 2, 3]
     assert [one.text for one in completion.choices] == ["a" + TEXT, "a" + TEXT, "b" + TEXT, "b" + TEXT]
+
+
+def test_a_middle_is_filled_in() -> None:
+    """`suffix`, as the client and Vercel's `completion` send it."""
+    app = app_of(engine := engine_of(vocab_size=500), infilling("qwen"))
+    options: Any = {"model": MODEL, "prompt": "hello", "suffix": " world", "max_tokens": 40}
+    with served(app) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        assert client.completions.create(**options).choices[0].text == TEXT
+        assert "".join(chunk.choices[0].text for chunk in client.completions.create(**options, stream=True)) == TEXT
+    assert infilling("qwen").decode(engine.requests[0].prompt_ids) == "<|fim_prefix|>hello<|fim_suffix|> world<|fim_middle|>"
 
 
 def test_streams_end_with_usage_where_it_is_asked_for(client: openai.OpenAI) -> None:

@@ -21,9 +21,9 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.conformance.served import MODEL, PATIENCE_S, app_of, served
 from tests.fake_engine import FakeEngine, says
-from tests.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level, infilling
 
-POSTS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+POSTS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/infill", "/tokenize", "/detokenize"]
 GETS = ["/v1/models", "/v1/models/{model_id}", "/live", "/ready", "/health", "/load", "/metrics", "/version", "/tokenizer_info"]
 ERRORS_OF_A_BODY = {"400", "401", "403", "404", "413", "415", "429", "431", "500", "503"}
 # Fields that a schema cannot say what else they need, or how many tokens a model has.
@@ -35,6 +35,7 @@ _FITTING = {
         "stream_options",
         "truncate_prompt_tokens",
         "best_of",
+        "suffix",
         "min_tokens",
     ),
     *("functions", "function_call", "chat_template_kwargs", "reasoning_effort"),
@@ -47,7 +48,8 @@ _SHAPES = [not_a_server_error, status_code_conformance, content_type_conformance
 
 def app() -> Any:
     """Return a server that refuses what its document does not tell of."""
-    return app_of(FakeEngine(script=says(byte_level().encode("hello 日本語 😀")), chunks=(1, 3)), strict=True)
+    engine = FakeEngine(script=says(byte_level().encode("hello 日本語 😀")), chunks=(1, 3), vocab_size=500)
+    return app_of(engine, infilling("qwen"), strict=True)
 
 
 @pytest.fixture(scope="module")

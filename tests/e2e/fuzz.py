@@ -62,6 +62,7 @@ def _problem_of_stream(text: str) -> str | None:
     events = [event.rpartition("data: ")[2] for event in text.removesuffix("\n\n").split("\n\n")]
     if (
         events[-1] != "[DONE]"
+        and '"stop":true' not in events[-1]
         and '"type":"response.completed"' not in events[-1]
         and '"type":"response.incomplete"' not in events[-1]
     ):

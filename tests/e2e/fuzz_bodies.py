@@ -14,10 +14,11 @@ from pydantic import BaseModel
 
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
+from server.schemas.infill import InfillRequest
 from server.schemas.responses import ResponsesRequest
 from server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/infill", "/tokenize", "/detokenize")
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,16 @@ _FIELDS: dict[str, list[Any]] = {
     "return_token_strs": [True, False],
     "tokens": [[5, 6], [], [400], [-1], [10**20], [True], list(range(400)) * 5],
     "metadata": [{}, {"a": "b"}, {str(k): "x" for k in range(17)}, {"a": 1}],
+    "suffix": _TEXTS,
+    "input_prefix": [*_TEXTS, ["a", 5]],
+    "input_suffix": [*_TEXTS, ["a", 5]],
+    "input_extra": [[], [{"text": "a", "filename": "b"}], [{"text": text} for text in _TEXTS], [{}], [{"text": "a"}] * 2000],
+    "n_predict": [-1, 0, 4, *_NUMBERS],
+    "n_indent": [0, 4, *_NUMBERS],
+    "t_max_predict_ms": [0, 1, *_NUMBERS],
+    "response_fields": [[""], ["content", "timings/prompt_n", "content/x", "/"], [_HUGE], ["a"] * 200],
+    "return_tokens": [True, False],
+    "samplers": [[], ["top_k", "infill"], 5],
     "unheard_of": [1, None],
     "mirostat": [0, 2],
 }
@@ -166,15 +177,17 @@ _ALWAYS: dict[str, tuple[str, ...]] = {
     "/v1/completions": ("model", "prompt"),
     "/v1/chat/completions": ("model", "messages"),
     "/v1/responses": ("model", "input"),
+    "/infill": ("input_prefix", "input_suffix"),
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
 }
 _MODELS: tuple[type[BaseModel], ...] = (
-    *(CompletionRequest, ChatRequest, ResponsesRequest),
+    *(CompletionRequest, ChatRequest, ResponsesRequest, InfillRequest),
     *(TokenizeRequest, DetokenizeRequest),
 )
 _KNOWN = {path: [name for name in _FIELDS if name in model.model_fields] for path, model in zip(PATHS, _MODELS, strict=True)}
 _PLAIN: dict[str, Any] = {"model": "tiny", "prompt": "hello", "messages": _MESSAGES[:1], "input": "hello", "tokens": [5, 6]}
+_PLAIN |= {"input_prefix": "hello", "input_suffix": " world"}
 _TYPES = [None, "application/json", "application/json; charset=utf-16", "text/plain", "multipart/form-data", "application/x+json"]
 
 _ALPHABET = 'ab01"\\{}[]:,\x00\n \u00e9\u65e5\ud83d\ude00\ud800\u202e'
@@ -204,6 +217,9 @@ class Maker:
         """Return a body: what the route needs, mostly well, and a few fields more."""
         draw = self._draw
         body = {name: _PLAIN[name] for name in _ALWAYS[path] if draw.randrange(20)}
+        if path == "/infill":
+            body["n_predict"] = draw.randint(0, 6)
+            body["stream"] = draw.randrange(4) == 0
         if path.startswith("/v1"):
             body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = draw.randint(1, 6)
             body["stream"] = draw.randrange(4) == 0
