@@ -119,7 +119,9 @@ def _joined_choice(index: int, pieces: Sequence[Piece]) -> Piece:
     token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
     last = pieces[-1]
     calls = merged(call for piece in pieces for call in piece.calls)
-    return Piece(index, text, entries, last.finish, last.prompt, last.stop_reason, token_ids, pieces[0].prompt_ids, calls=calls)
+    parts = tuple(part for piece in pieces for part in piece.parts)
+    rest = {"calls": calls, "reasoning": "".join(piece.reasoning for piece in pieces), "parts": parts}
+    return Piece(index, text, entries, last.finish, last.prompt, last.stop_reason, token_ids, pieces[0].prompt_ids, **rest)
 
 
 def prompt_logprobs_of(piece: Piece) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from server.http.errors import InvalidRequest
+from server.schemas.anthropic import MessagesRequest
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
 from server.schemas.responses import ResponsesRequest
@@ -20,7 +21,8 @@ _LIKENESS = 0.8  # difflib's ratio from which a name counts as a misspelling of 
 
 # A field that one endpoint honours is ignored by no other: a client would believe that, for example, its seed is used.
 _HARMLESS = frozenset({"metadata", "priority", "request_id", "service_tier", "store", "user"})
-_OF_GENERATION = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields} - _HARMLESS
+_REQUESTS = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+_OF_GENERATION = {name for request in _REQUESTS for name in request.model_fields} - _HARMLESS
 
 # Fields of other servers that change the text or the reported data, with the values that change nothing. Fields that only
 # adjust another one (mirostat_tau, xtc_threshold, dry_base) are not listed: without that field they change nothing.

@@ -1,28 +1,35 @@
 """GET /v1/models and GET /v1/models/{id}."""
 
+from datetime import UTC, datetime
+
 from fastapi import APIRouter, Request
 
 from engine.core.service import EngineUnavailable
 from server.generation.encoding import require_served
+from server.http.anthropic_errors import is_anthropic
 from server.routes.common import ERRORS, runtime_of
 from server.runtime import Runtime
-from server.schemas.answer import ModelCard, ModelList
+from server.schemas.answer import AnthropicModel, AnthropicModelList, ModelCard, ModelList
 
 router = APIRouter(prefix="/v1", tags=["models"])
 
 
 @router.get("/models", responses={status: ERRORS[status] for status in (401, 403, 500)})
-async def list_models(request: Request) -> ModelList:
-    """List the one served model."""
-    return ModelList(data=[_card(runtime_of(request))])
+async def list_models(request: Request) -> ModelList | AnthropicModelList:
+    """List the one served model, with the header anthropic-version in Anthropic's format."""
+    card = _card(runtime_of(request))
+    if is_anthropic(request.scope):
+        return AnthropicModelList(data=[_anthropic(card)], first_id=card.id, last_id=card.id)
+    return ModelList(data=[card])
 
 
 @router.get("/models/{model_id:path}", responses={status: ERRORS[status] for status in (401, 403, 404, 500, "default")})
-async def get_model(model_id: str, request: Request) -> ModelCard:
-    """Describe the served model."""
+async def get_model(model_id: str, request: Request) -> ModelCard | AnthropicModel:
+    """Describe the served model, with the header anthropic-version in Anthropic's format."""
     runtime = runtime_of(request)
     require_served(runtime, model_id)
-    return _card(runtime)
+    card = _card(runtime)
+    return _anthropic(card) if is_anthropic(request.scope) else card
 
 
 def _card(runtime: Runtime) -> ModelCard:
@@ -31,3 +38,9 @@ def _card(runtime: Runtime) -> ModelCard:
     except EngineUnavailable:
         max_model_len = None
     return ModelCard(id=runtime.settings.served_name, created=runtime.created_s, max_model_len=max_model_len)
+
+
+def _anthropic(card: ModelCard) -> AnthropicModel:
+    created_at = datetime.fromtimestamp(card.created, UTC)
+    limits = {"max_input_tokens": card.max_model_len, "max_tokens": card.max_model_len}
+    return AnthropicModel(id=card.id, display_name=card.id, created_at=created_at, **limits)
