@@ -31,7 +31,7 @@ _NAMES = [
     for pattern, name in [
         (r"(tools\.\d+)\.function\.parameters.*", r"\1.input_schema"),
         (r"(tools\.\d+)\.function\.", r"\1."),
-        (r"response_format.*", "output_config.format.schema"),
+        (r"response_format.*", "output_config.format"),
     ]
 ]
 
@@ -47,8 +47,9 @@ class TranslatedChat:
 
     def named(self, error: InvalidRequest) -> InvalidRequest:
         """Return an error of the chat with the field of the request. Clients know a prompt that is too long by its words."""
-        words = f"prompt is too long: {error}" if isinstance(error, ContextTooLong) else str(error)
-        return InvalidRequest(words, error.param and _named(error.param, self.places), error.code)
+        name = _named(error.param or "", self.places)
+        words = str(error).replace(error.param, name) if error.param else str(error)
+        return InvalidRequest("prompt is too long: " * isinstance(error, ContextTooLong) + words, name or None, error.code)
 
 
 def translated(body: PromptRequest) -> TranslatedChat:

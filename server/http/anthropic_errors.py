@@ -46,7 +46,8 @@ def anthropic_error(status: int, error: ErrorDetail) -> tuple[int, MessagesError
     """Return status and body of an error. The message names the field, for which the body has no place."""
     status = _STATUSES.get(status, status)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    message = f"{error.param}: {error.message}" if error.param and error.param not in error.message else error.message
+    is_named = error.param is None or error.message.startswith((f"{error.param}: ", "unknown parameter: "))
+    message = error.message if is_named else f"{error.param}: {error.message}"
     details = {} if error.code is None else {"error_code": error.code}
     detail = MessagesErrorDetail(type=kind, message=message, details=details)
     return status, MessagesError(type="error", error=detail, request_id=request_id_var.get())
