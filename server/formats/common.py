@@ -120,8 +120,9 @@ def _joined_choice(index: int, pieces: Sequence[Piece]) -> Piece:
     last = pieces[-1]
     calls = merged(call for piece in pieces for call in piece.calls)
     parts = tuple(part for piece in pieces for part in piece.parts)
-    rest = {"calls": calls, "reasoning": "".join(piece.reasoning for piece in pieces), "parts": parts}
-    return Piece(index, text, entries, last.finish, last.prompt, last.stop_reason, token_ids, pieces[0].prompt_ids, **rest)
+    reasoning = "".join(piece.reasoning for piece in pieces)
+    ends = (last.finish, last.prompt, last.stop_reason, token_ids, pieces[0].prompt_ids)
+    return Piece(index, text, entries, *ends, calls=calls, reasoning=reasoning, parts=parts)
 
 
 def prompt_logprobs_of(piece: Piece) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from server.schemas.anthropic import (
 )
 from server.schemas.chat import ChatRequest
 
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_CHOICES: dict[str, object] = {"auto": "auto", "any": "required", "none": "none"}
 # Fields of a chat, by the fields of this API that they come from.
 _NAMES = [
     (re.compile(pattern), name)
@@ -59,14 +59,12 @@ def translated(body: PromptRequest) -> TranslatedChat:
     placed = list(_merged(_messages(body)))
     places = [place for place, _ in placed]
     messages = [message for _, message in placed]
-    choice = body.tool_choice or ToolChoiceParam(type="auto")
-    fields = {
+    fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
         "continue_final_message": messages[-1]["role"] == "assistant",
         "tools": [_function(tool) for tool in body.client_tools] or None,
-        "tool_choice": _CHOICES.get(choice.type) or {"type": "function", "function": {"name": choice.name}},
-        "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        **({} if body.tool_choice is None else _choice(body.tool_choice)),
         **(_sampling(body) if isinstance(body, MessagesRequest) else {}),
     }
     if body.output_config is not None and (form := body.output_config.format) is not None:
@@ -74,11 +72,12 @@ def translated(body: PromptRequest) -> TranslatedChat:
     try:
         return TranslatedChat(ChatRequest.model_validate(fields), places)
     except ValidationError as error:
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
-        params = [_named(param_of(one) or "", places) for one in errors]
-        raise as_invalid_request(
-            [{**one, "ctx": {**one.get("ctx", {}), "param": param}} for one, param in zip(errors, params, strict=True)]
-        ) from error
+        raise as_invalid_request([_renamed(dict(one), places) for one in error.errors(include_url=False)]) from error
+
+
+def _choice(choice: ToolChoiceParam) -> dict[str, Any]:
+    named = {"type": "function", "function": {"name": choice.name}}
+    return {"tool_choice": _CHOICES.get(choice.type, named), "parallel_tool_calls": not choice.disable_parallel_tool_use}
 
 
 def _sampling(body: MessagesRequest) -> dict[str, Any]:
@@ -159,6 +158,12 @@ def _merged(placed: Iterator[tuple[str, ChatMessage]]) -> Iterator[tuple[str, Ch
         calls = [call for message in messages for call in message.get("tool_calls", ())]
         content = {"content": "\n".join(contents)} if contents or not calls else {}
         yield members[0][0], {"role": role, **content, **({"tool_calls": calls} if calls else {})}
+
+
+def _renamed(error: dict[str, Any], places: Sequence[str]) -> dict[str, Any]:
+    """Return a validation error of the chat with the field of the request."""
+    placed = {**error, "loc": ("body", *error["loc"])}
+    return {**placed, "ctx": {**error.get("ctx", {}), "param": _named(param_of(placed) or "", places)}}
 
 
 def _named(param: str, places: Sequence[str]) -> str:

@@ -41,6 +41,5 @@ def _card(runtime: Runtime) -> ModelCard:
 
 
 def _anthropic(card: ModelCard) -> AnthropicModel:
-    created_at = datetime.fromtimestamp(card.created, UTC)
-    limits = {"max_input_tokens": card.max_model_len, "max_tokens": card.max_model_len}
-    return AnthropicModel(id=card.id, display_name=card.id, created_at=created_at, **limits)
+    created_at, longest = datetime.fromtimestamp(card.created, UTC), card.max_model_len
+    return AnthropicModel(id=card.id, display_name=card.id, created_at=created_at, max_input_tokens=longest, max_tokens=longest)

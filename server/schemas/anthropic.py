@@ -1,6 +1,6 @@
 """Requests and answers of POST /v1/messages and POST /v1/messages/count_tokens: Anthropic's Messages API, for text and tools."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -14,16 +14,10 @@ from server.schemas.tools import MAX_TOOLS
 
 MAX_BLOCKS = 4096  # of one message
 THREAD_REFUSED = "thread_unsupported_request"  # the official client repeats the request without a thread
-_CLEAR_THINKING = "clear_thinking_20251015"
 
 
 def _unsupported(value: object) -> object:
     raise ValueError(f"{value} is not supported by this server")
-
-
-def _clears_thinking(value: str) -> str:
-    """Check the type of an edit of the context. Thinking of earlier turns is in no prompt, so clearing it changes nothing."""
-    return value if value == _CLEAR_THINKING else str(_unsupported(value))
 
 
 class OtherType(BaseModel):
@@ -108,10 +102,10 @@ Block = Annotated[
     | _Other,
     _by_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
-_ROLES_OF_TYPES = {
-    **dict.fromkeys(("thinking", "redacted_thinking", "tool_use"), ("assistant",)),
-    "tool_result": ("user",),
-    "text": ("user", "assistant", "system"),
+_ROLES: Mapping[type[BaseModel], tuple[str, ...]] = {
+    **dict.fromkeys((ThinkingBlock, RedactedThinkingBlock, ToolUseBlock), ("assistant",)),
+    ToolResultBlock: ("user",),
+    TextBlock: ("user", "assistant", "system"),
 }
 
 
@@ -128,7 +122,7 @@ def _blocks_fit(turns: list[Turn]) -> list[Turn]:
         if turn.content == [] and turn.role != "assistant":
             raise misfit(f"messages.{at}.content", "must not be empty")
         for number, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
-            if turn.role not in (roles := _ROLES_OF_TYPES[block.type]):
+            if turn.role not in (roles := _ROLES[type(block)]):
                 place = f"messages.{at}.content.{number}.type"
                 raise misfit(place, f"{block.type} is accepted only in messages of role {' or '.join(roles)}")
     return turns
@@ -189,7 +183,7 @@ class OutputConfig(Strict):
 class ContextEdit(BaseModel):
     """An edit of earlier turns. Only thinking can be cleared, which changes nothing: it is in no prompt."""
 
-    type: Annotated[str, AfterValidator(_clears_thinking)]
+    type: Literal["clear_thinking_20251015"]
 
 
 class ContextManagement(Strict):
@@ -219,7 +213,9 @@ class PromptRequest(Strict):
     container: Annotated[object, Neutral()] = None
     compaction: Annotated[object, Neutral()] = None
     output_format: Annotated[object, Neutral()] = Field(None, description="Replaced by output_config.format.")
-    thread: object = Field(None, description="Refused; clients then send whole conversations.")
+    thread: object = Field(
+        None, description="Refused; clients then send whole conversations.", json_schema_extra={"type": "null"}
+    )
 
     @model_validator(mode="after")
     def _chosen_tools_are_given(self) -> Self:

@@ -1,6 +1,7 @@
 """POST /v1/messages: the prompt of a request, its answer whole and streamed, and the reason of its end."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
+from engine.core.types import TokenEvent
 from server.formats.anthropic import MessagesFormat
+from server.generation.sample import Choice, Piece
 from server.schemas.chat import ChatRequest
 from tests.api.harness import MODEL, chat, in_process
 from tests.fake_engine import FakeEngine, says
@@ -338,17 +341,13 @@ async def test_stream_is_the_whole_answer(parts: list[str], chunks: list[int], m
 
 async def test_thinking_is_a_block_before_the_text(monkeypatch: pytest.MonkeyPatch):
     """Reasoning of a piece comes before its text; the block ends with a signature, without which clients drop it."""
-    from server.generation import sample
+    take = Choice.take
 
-    take = sample.Choice.take
+    def thoughtful(choice: Choice, event: TokenEvent) -> Piece:
+        reasoning = "hm" if choice.num_tokens == 0 else ""
+        return replace(take(choice, event), reasoning=reasoning)
 
-    def thoughtful(choice: sample.Choice, event: Any) -> sample.Piece:
-        is_first = choice.num_tokens == 0
-        piece = take(choice, event)
-        return sample.replace(piece, reasoning="hm" if is_first else "")  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(sample, "replace", __import__("dataclasses").replace, raising=False)
-    monkeypatch.setattr(sample.Choice, "take", thoughtful)
+    monkeypatch.setattr(Choice, "take", thoughtful)
     async with in_process(engine_of("hello"), tokenizer=calling()) as client:
         whole = (await client.post(URL, json=message(thinking={"type": "enabled", "budget_tokens": 1024}))).json()
         events = events_of((await client.post(URL, json=message(stream=True))).text)
