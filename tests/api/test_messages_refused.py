@@ -84,7 +84,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({"tools": [TIME, {"type": kind, "name": "x"}]}, "tools.1.type") for kind in ("text_editor_20250728", "mcp_toolset")),
     ({"tools": [{"name": "x"}]}, "tools.0.input_schema"),
     ({"tools": [{**TIME, "name": "a b"}]}, "tools.0.name"),
-    ({"tools": [{**TIME, "description": "x" * 20_000}]}, "tools.0.description"),
+    ({"tools": [{**TIME, "description": "x" * 70_000}]}, "tools.0.description"),
     ({"tools": [{**TIME, "input_schema": {"type": "array"}}]}, "tools.0.input_schema"),
     ({"tools": [{**TIME, "input_schema": {"type": 5}}]}, "tools.0.input_schema"),
     ({"tools": [{**TIME, "input_schema": {"properties": {"a": {"type": "x"}}}}]}, "tools.0.input_schema"),
@@ -378,6 +378,7 @@ AGENT: dict[str, Any] = {
                 }
             ],
         },
+        {"role": "system", "content": "Available skills: none."},
     ],
     "tools": [
         {
@@ -420,6 +421,13 @@ async def test_a_request_of_an_agent_is_answered():
     assert named == {*nested, "diagnostics", "speed", "inference_geo", "service_tier", "fallbacks", "user_profile_id"}
     assert count.json()["input_tokens"] == len(engine.requests[0].prompt_ids)
     assert response.text.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+
+
+async def test_long_descriptions_are_accepted():
+    """Agents describe a tool in more than the 16,384 characters that were accepted."""
+    body = {"model": MODEL, "messages": HELLO, "tools": [{**TIME, "description": "Runs it. " * 2100}]}
+    async with in_process(engine_of("hello"), tokenizer=calling()) as client:
+        assert (await client.post(COUNT_URL, json=body)).status_code == 200
 
 
 async def test_nothing_is_named_without_a_reason():
