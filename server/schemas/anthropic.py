@@ -73,7 +73,7 @@ class ToolUseBlock(Cacheable):
 
     type: Literal["tool_use"]
     id: Name
-    name: str
+    name: Name
     input: dict[str, Any]
     caller: Annotated[object, Neutral({"type": "direct"})] = None
     toolset_name: Annotated[object, Neutral()] = None
@@ -132,7 +132,7 @@ class ClientTool(Cacheable):
     """A function that the client runs. Tools of Anthropic's servers and tools without a schema are not supported."""
 
     type: Literal["custom"] | None = None
-    name: str
+    name: Name
     description: Description | None = None
     input_schema: dict[str, Any]
     strict: bool | None = Field(None, description="Calls match `input_schema` even if the model decides whether to call.")

@@ -426,7 +426,7 @@ async def test_a_request_of_an_agent_is_answered():
 async def test_long_descriptions_are_accepted():
     """Agents describe a tool in more than the 16,384 characters that were accepted."""
     body = {"model": MODEL, "messages": HELLO, "tools": [{**TIME, "description": "Runs it. " * 2100}]}
-    async with in_process(engine_of("hello"), tokenizer=calling()) as client:
+    async with in_process(engine_of("hello", max_model_len=4096), tokenizer=calling()) as client:
         assert (await client.post(COUNT_URL, json=body)).status_code == 200
 
 
