@@ -66,7 +66,8 @@ def test_an_answer_is_of_the_clients_types(client: Any) -> None:
 def test_every_event_is_of_the_clients_types(url: str) -> None:
     """The client reads events without validating them, so they are validated here."""
     event_type: TypeAdapter[Any] = TypeAdapter(types.RawMessageStreamEvent)
-    for fields in ({}, {"max_tokens": 5}, {"stop_sequences": ["see"]}, {"tools": []}):
+    variants: list[dict[str, Any]] = [{}, {"max_tokens": 5}, {"stop_sequences": ["see"]}, {"tools": []}]
+    for fields in variants:
         body = wanted(**fields, stream=True)
         events = events_of(httpx.post(f"{url}/v1/messages", json=body, timeout=PATIENCE_S).text)
         assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
@@ -77,7 +78,8 @@ def test_every_event_is_of_the_clients_types(url: str) -> None:
 
 
 def test_the_stream_helper_adds_up_to_the_answer(client: Any) -> None:
-    for fields in ({}, {"tools": []}, {"max_tokens": 5}, {"max_tokens": 90}, {"stop_sequences": ["see"]}):
+    variants: list[dict[str, Any]] = [{}, {"tools": []}, {"max_tokens": 5}, {"max_tokens": 90}, {"stop_sequences": ["see"]}]
+    for fields in variants:
         whole = client.messages.create(**wanted(**fields))
         with client.messages.stream(**wanted(**fields)) as stream:
             final = stream.get_final_message()
