@@ -43,8 +43,13 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
     return await _submitted(runtime, body, prompts, min(num_wanted, room), tenant)
 
 
-async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, param: str = "messages") -> Generation:
-    """Return the samples of a chat request, submitted to the engine; errors name the conversation `param`."""
+async def chat_generation(
+    runtime: Runtime, body: ChatRequest, tenant: str, param: str = "messages", most_tokens: int | None = None
+) -> Generation:
+    """Return the samples of a chat request, submitted to the engine; errors name the conversation `param`.
+
+    `most_tokens` is the token limit of a request without its own. Unlike a limit of its own, it may exceed the room that is left.
+    """
     require_served(runtime, body.model)
     _check_num_choices(runtime, body.num_samples, "n")
     newer = "max_completion_tokens" if param == "messages" else "max_output_tokens"
@@ -54,7 +59,8 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, para
     most = runtime.engine.model.defaults.max_tokens
     ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or most or 1)
     room = _room(runtime.engine.model, ids, param, body.token_limit)
-    num_wanted = _default_tokens(runtime, room) if body.token_limit is None else body.token_limit
+    num_default = _default_tokens(runtime, room) if most_tokens is None else min(most_tokens, room)
+    num_wanted = num_default if body.token_limit is None else body.token_limit
     grammar_param = "tools" if use.grammar else body.grammar_param if body.grammar else None
     prompt_end = partial(runtime.codec.decode, ids[-NUM_END_IDS:], skips_special=False)
     use = replace(use, reasoning=reasoning_use(runtime.reasoning_support, body, grammar_param, prompt_end))

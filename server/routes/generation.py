@@ -31,20 +31,20 @@ router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["generation"])
 
 Generate = Callable[[], Awaitable[Generation]]
 
-_ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
-@router.post("/completions", response_model=Completion, responses={**_ALSO_A_STREAM, **ERRORS})
+@router.post("/completions", response_model=Completion, responses={**ALSO_A_STREAM, **ERRORS})
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     runtime = runtime_of(request)
     log_request(runtime.settings.log_requests, "/v1/completions", body)
     form = CompletionFormat(AnswerOptions.of(body))
     generate = partial(completion_generation, runtime, body, tenant_of(request, body.user))
-    return await unless_gone(request, _response(body, generate, form))
+    return await unless_gone(request, generated_response(body, generate, form))
 
 
-@router.post("/chat/completions", response_model=ChatCompletion, responses={**_ALSO_A_STREAM, **ERRORS})
+@router.post("/chat/completions", response_model=ChatCompletion, responses={**ALSO_A_STREAM, **ERRORS})
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     runtime = runtime_of(request)
@@ -52,14 +52,14 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     form = ChatFormat(AnswerOptions.of(body), bool(body.offered_tools), bool(body.functions))
     generate = partial(chat_generation, runtime, body, tenant_of(request, body.user))
     try:
-        return await unless_gone(request, _response(body, generate, form))
+        return await unless_gone(request, generated_response(body, generate, form))
     except InvalidRequest as error:
         if body.functions and error.param == "tools":
             error.param = "functions"  # the name that the client sent
         raise
 
 
-@router.post("/responses", response_model=ResponsesAnswer, responses={**_ALSO_A_STREAM, **ERRORS})
+@router.post("/responses", response_model=ResponsesAnswer, responses={**ALSO_A_STREAM, **ERRORS})
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a text or a conversation in the format of OpenAI's Responses API."""
     runtime = runtime_of(request)
@@ -67,10 +67,10 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     chat = body.to_chat()
     generate = partial(chat_generation, runtime, chat, tenant_of(request, body.user), "input")
     form = ResponsesFormat(body, runtime.engine.model.defaults)
-    return await unless_gone(request, _response(chat, generate, form))
+    return await unless_gone(request, generated_response(chat, generate, form))
 
 
-async def _response(body: GenerationRequest, generate: Generate, form: Format) -> Response:
+async def generated_response(body: GenerationRequest, generate: Generate, form: Format) -> Response:
     """Return the answer or its stream. The generation is closed in every case."""
     generation = await generate()
     is_handed_over = False

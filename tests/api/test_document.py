@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from server.schemas.anthropic import CountRequest, MessagesRequest
 from server.schemas.chat import ChatRequest
 from server.schemas.common import StreamOptions
 from server.schemas.completion import CompletionRequest
@@ -16,7 +17,8 @@ from tests.api.harness import in_process
 from tests.fake_engine import FakeEngine
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-MODELS = [CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, StreamOptions, SpeculativeOptions]
+BODIES = [CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, TokenizeRequest, DetokenizeRequest]
+MODELS = [*BODIES, StreamOptions, SpeculativeOptions]
 
 
 async def test_every_route_is_told_of():

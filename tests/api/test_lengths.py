@@ -20,12 +20,14 @@ TEXTS = {
     "prompt",
     "input",
     "instructions",
+    "system",
     "arguments",
     "regex",
     "grammar",
     "json",
     "choice",
     "whitespace_pattern",
+    *("thinking", "signature", "data"),  # left out of the prompt
 }
 
 
