@@ -144,11 +144,13 @@ def _event(kind: str, **fields: Any) -> MessagesEvent:
 
 def _messages_usage(counts: Usage) -> MessagesUsage:
     num_cached = counts.prompt_tokens_details.cached_tokens if counts.prompt_tokens_details else 0
+    num_thinking = counts.completion_tokens_details.reasoning_tokens if counts.completion_tokens_details else 0
     return MessagesUsage(
         input_tokens=counts.prompt_tokens - num_cached,
         cache_creation_input_tokens=0,
         cache_read_input_tokens=num_cached,
         output_tokens=counts.completion_tokens,
+        output_tokens_details={"thinking_tokens": num_thinking},
     )
 
 

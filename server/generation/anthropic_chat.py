@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -12,12 +12,15 @@ from pydantic import ValidationError
 from server.http.errors import ContextTooLong, InvalidRequest, as_invalid_request
 from server.http.validation_messages import param_of
 from server.schemas.anthropic import (
+    EFFORT,
+    THINKING_SWITCH,
     THREAD_REFUSED,
     Block,
     ClientTool,
     MessagesRequest,
     PromptRequest,
     TextBlock,
+    ThinkingBlock,
     ToolChoiceParam,
     ToolResultBlock,
     ToolUseBlock,
@@ -52,8 +55,11 @@ class TranslatedChat:
         return InvalidRequest("prompt is too long: " * isinstance(error, ContextTooLong) + words, name or None, error.code)
 
 
-def translated(body: PromptRequest) -> TranslatedChat:
-    """Return a request as a chat. Raises InvalidRequest for what a chat does not accept."""
+def translated(body: PromptRequest, variables: Collection[str]) -> TranslatedChat:
+    """Return a request as a chat. Raises InvalidRequest for what a chat does not accept.
+
+    `variables` are those that the chat template reads.
+    """
     if body.thread is not None:
         raise InvalidRequest("not supported by this server; accepted: null", "thread", THREAD_REFUSED)
     placed = list(_merged(_messages(body)))
@@ -65,6 +71,7 @@ def translated(body: PromptRequest) -> TranslatedChat:
         "continue_final_message": messages[-1]["role"] == "assistant",
         "tools": [_function(tool) for tool in body.client_tools] or None,
         **({} if body.tool_choice is None else _choice(body.tool_choice)),
+        **_thinking(body, variables),
         **(_sampling(body) if isinstance(body, MessagesRequest) else {}),
     }
     if body.output_config is not None and (form := body.output_config.format) is not None:
@@ -73,6 +80,17 @@ def translated(body: PromptRequest) -> TranslatedChat:
         return TranslatedChat(ChatRequest.model_validate(fields), places)
     except ValidationError as error:
         raise as_invalid_request([_renamed(dict(one), places) for one in error.errors(include_url=False)]) from error
+
+
+def _thinking(body: PromptRequest, variables: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a chat that switch thinking, if the template has a switch, and that leave it out of the answer."""
+    config = body.thinking
+    is_switched = config is not None and THINKING_SWITCH in variables
+    return {
+        "chat_template_kwargs": {THINKING_SWITCH: config.type != "disabled"} if config and is_switched else None,
+        "reasoning_effort": body.effort if EFFORT in variables else None,
+        "include_reasoning": False if config and config.display == "omitted" else None,
+    }
 
 
 def _choice(choice: ToolChoiceParam) -> dict[str, Any]:
@@ -114,10 +132,15 @@ def _messages(body: PromptRequest) -> Iterator[tuple[str, ChatMessage]]:
 
 
 def _of_assistant(place: str, blocks: Sequence[Block]) -> ChatMessage:
-    """Return an earlier answer, without its thinking: chat templates leave it out."""
+    """Return an earlier answer. Its thinking is for a chat template that shows it."""
     calls = [_call(f"{place}.{at}.input", block) for at, block in enumerate(blocks) if isinstance(block, ToolUseBlock)]
     text = _lines(blocks)
-    return {"role": "assistant"} | ({"content": text} if text or not calls else {}) | ({"tool_calls": calls} if calls else {})
+    thinking = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    return (
+        {"role": "assistant", "reasoning_content": thinking or None}
+        | ({"content": text} if text or not calls else {})
+        | ({"tool_calls": calls} if calls else {})
+    )
 
 
 def _call(place: str, block: ToolUseBlock) -> dict[str, Any]:
@@ -156,8 +179,10 @@ def _merged(placed: Iterator[tuple[str, ChatMessage]]) -> Iterator[tuple[str, Ch
         messages = [message for _, message in members]
         contents = [message["content"] for message in messages if message.get("content")]
         calls = [call for message in messages for call in message.get("tool_calls", ())]
+        thinking = "\n".join(message["reasoning_content"] for message in messages if message.get("reasoning_content"))
         content = {"content": "\n".join(contents)} if contents or not calls else {}
-        yield members[0][0], {"role": role, **content, **({"tool_calls": calls} if calls else {})}
+        rest = {"reasoning_content": thinking or None, **({"tool_calls": calls} if calls else {})}
+        yield members[0][0], {"role": role, **content, **rest}
 
 
 def _renamed(error: dict[str, Any], places: Sequence[str]) -> dict[str, Any]:

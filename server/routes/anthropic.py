@@ -36,8 +36,9 @@ async def create_message(body: MessagesRequest, request: StrictRequest) -> Respo
     """Answer a conversation in the format of Anthropic's Messages API."""
     runtime = runtime_of(request)
     log_request(runtime.settings.log_requests, "/v1/messages", body)
-    request.ignored += body.ignored
-    chat = translated(body)
+    variables = runtime.template_variables
+    request.ignored += body.ignored(variables)
+    chat = translated(body, variables)
     limit = min(body.max_tokens, runtime.settings.max_answer_tokens or body.max_tokens)
     generate = partial(_generation, runtime, chat, tenant_of(request, chat.chat.user), limit)
     return await unless_gone(request, generated_response(chat.chat, generate, MessagesFormat(body.model, limit)))
@@ -47,8 +48,9 @@ async def create_message(body: MessagesRequest, request: StrictRequest) -> Respo
 async def count_tokens(body: CountRequest, request: StrictRequest) -> Response:
     """Return the number of tokens in the prompt of a conversation."""
     runtime = runtime_of(request)
-    request.ignored += body.ignored
-    return await unless_gone(request, _count(runtime, translated(body), group_of(tenant_of(request, None))))
+    variables = runtime.template_variables
+    request.ignored += body.ignored(variables)
+    return await unless_gone(request, _count(runtime, translated(body, variables), group_of(tenant_of(request, None))))
 
 
 async def _generation(runtime: Runtime, chat: TranslatedChat, tenant: str, limit: int) -> Generation:

@@ -1,6 +1,6 @@
 """Requests and answers of POST /v1/messages and POST /v1/messages/count_tokens: Anthropic's Messages API, for text and tools."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -13,6 +13,7 @@ from server.schemas.strict import MAX_INTEGER, Description, Name, Neutral, Stric
 from server.schemas.tools import MAX_TOOLS
 
 MAX_BLOCKS = 4096  # of one message
+THINKING_SWITCH, EFFORT = "enable_thinking", "reasoning_effort"  # variables of chat templates
 THREAD_REFUSED = "thread_unsupported_request"  # the official client repeats the request without a thread
 
 
@@ -157,11 +158,11 @@ class ToolChoiceParam(Strict):
 
 
 class ThinkingConfig(Strict):
-    """Whether the model thinks before it answers. Accepted; the chat template decides."""
+    """Whether the model thinks before it answers, for a chat template that has a switch."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    display: Literal["summarized", "omitted", "updates"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = Field(None, description="omitted: no thinking in the answer.")
     block_binding: dict[str, Any] | None = None
 
 
@@ -176,7 +177,9 @@ class OutputConfig(Strict):
     """The form of the answer."""
 
     format: OutputSchema | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(None, description="Accepted; changes nothing.")
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For a chat template that reads it."
+    )
     task_budget: Annotated[object, Neutral()] = None
 
 
@@ -236,12 +239,20 @@ class PromptRequest(Strict):
         return [tool for tool in self.tools or () if isinstance(tool, ClientTool)]
 
     @property
-    def ignored(self) -> list[str]:
-        """The accepted fields that change nothing, although a client may expect an effect."""
+    def effort(self) -> str | None:
+        """The effort in words that chat templates know."""
+        effort = None if self.output_config is None else self.output_config.effort
+        return "high" if effort in ("xhigh", "max") else effort
+
+    def ignored(self, variables: Collection[str]) -> list[str]:
+        """Return the accepted fields that change nothing, although a client may expect an effect.
+
+        `variables` are those that the chat template reads.
+        """
         found = {
             "cache_control": any(one.cache_control for one in self._cacheable()),
-            "thinking": self.thinking,
-            "output_config.effort": self.output_config and self.output_config.effort,
+            "thinking": self.thinking and THINKING_SWITCH not in variables,
+            "output_config.effort": self.effort and EFFORT not in variables,
             "context_management": self.context_management and self.context_management.edits,
         }
         return [name for name, is_given in found.items() if is_given]
@@ -296,6 +307,7 @@ class MessagesUsage(BaseModel):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int = Field(description="Prompt tokens served from the prefix cache.")
     output_tokens: int
+    output_tokens_details: dict[str, int]
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]

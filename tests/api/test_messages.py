@@ -1,7 +1,6 @@
 """POST /v1/messages: the prompt of a request, its answer whole and streamed, and the reason of its end."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from engine.core.types import TokenEvent
 from server.formats.anthropic import MessagesFormat
-from server.generation.sample import Choice, Piece
 from server.schemas.chat import ChatRequest
 from tests.api.harness import MODEL, chat, in_process
 from tests.fake_engine import FakeEngine, says
-from tests.tokenizers_for_tests import byte_level, calling
+from tests.tokenizers_for_tests import byte_level, calling, thinking
 
 URL = "/v1/messages"
 CHAT_URL = "/v1/chat/completions"
@@ -311,6 +308,7 @@ async def test_usage_counts_cached_tokens_apart():
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 5,
         "output_tokens": len(calling().encode("hello")) + 1,
+        "output_tokens_details": {"thinking_tokens": 0},
     }
     assert {**start["message"]["usage"], "output_tokens": usage["output_tokens"]} == usage
 
@@ -339,25 +337,61 @@ async def test_stream_is_the_whole_answer(parts: list[str], chunks: list[int], m
     assert answers[0] == answers[1]
 
 
-async def test_thinking_is_a_block_before_the_text(monkeypatch: pytest.MonkeyPatch):
-    """Reasoning of a piece comes before its text; the block ends with a signature, without which clients drop it."""
-    take = Choice.take
+def thoughtful(text: str = "<think>\nhm\n</think>\n\nhello", **fields: Any) -> FakeEngine:
+    ids = thinking().encode(text + "<|end|>")
+    return FakeEngine(
+        script=says(ids), **{"chunks": (1, 4), "max_model_len": 1500, "vocab_size": 410, "eos_token_ids": (ids[-1],), **fields}
+    )
 
-    def thoughtful(choice: Choice, event: TokenEvent) -> Piece:
-        reasoning = "hm" if choice.num_tokens == 0 else ""
-        return replace(take(choice, event), reasoning=reasoning)
 
-    monkeypatch.setattr(Choice, "take", thoughtful)
-    async with in_process(engine_of("hello"), tokenizer=calling()) as client:
-        whole = (await client.post(URL, json=message(thinking={"type": "enabled", "budget_tokens": 1024}))).json()
+async def test_thinking_is_a_block_before_the_text():
+    """The block ends with a signature, without which clients do not give it back."""
+    async with in_process(thoughtful(), tokenizer=thinking()) as client:
+        whole = (await client.post(URL, json=message())).json()
         events = events_of((await client.post(URL, json=message(stream=True))).text)
+        omitted = (await client.post(URL, json=message(thinking={"type": "adaptive", "display": "omitted"}))).json()
     assert whole["content"] == [
         {"type": "thinking", "thinking": "hm", "signature": "unsigned"},
         {"type": "text", "text": "hello"},
     ]
-    assert joined(events)["content"] == whole["content"]
+    assert without_ids(joined(events)) == without_ids(whole)
+    assert omitted["content"] == whole["content"][1:]
+    assert whole["usage"]["output_tokens_details"]["thinking_tokens"] > 0
     deltas = [event["delta"]["type"] for event in events if event["type"] == "content_block_delta"]
-    assert deltas[:2] == ["thinking_delta", "signature_delta"]
+    assert next(kind for kind in deltas if kind != "thinking_delta") == "signature_delta"
+
+
+@pytest.mark.parametrize(("kind", "is_switched"), [("qwen3", True), ("smollm3", True), ("deepseek", False)])
+@pytest.mark.parametrize(
+    ("config", "value"), [("enabled", True), ("adaptive", True), ("between_tools", True), ("disabled", False)]
+)
+async def test_thinking_is_switched_by_the_template(kind: str, is_switched: bool, config: str, value: bool):
+    """A model whose template has no switch decides itself; the answer names the field."""
+    fields = {"chat_template_kwargs": {"enable_thinking": value}} if is_switched else {}
+    async with in_process(engine := thoughtful(), tokenizer=thinking(kind)) as client:
+        response = await client.post(URL, json=message(thinking={"type": config, "budget_tokens": 2000}))
+        assert response.status_code == 200, response.text
+        assert (response.headers.get("x-ignored-parameters") is None) == is_switched
+        await client.post(CHAT_URL, json=chat(**fields))
+        counted = await client.post(f"{URL}/count_tokens", json={"model": MODEL, "messages": HELLO, "thinking": {"type": config}})
+    one, two = engine.requests
+    assert one.prompt_ids == two.prompt_ids
+    assert counted.json()["input_tokens"] == len(one.prompt_ids)
+
+
+async def test_thinking_of_earlier_turns_is_given_to_the_template():
+    """It was left out of the prompt, also where the template shows it."""
+    block = {"type": "thinking", "thinking": "hm", "signature": "unsigned"}
+    turns = [*HELLO, {"role": "assistant", "content": [block, {"type": "text", "text": "hello"}]}, *HELLO]
+    same = [HELLO[0], {"role": "assistant", "content": "hello", "reasoning_content": "hm"}, HELLO[0]]
+    async with in_process(engine := thoughtful(), tokenizer=thinking()) as client:
+        assert (await client.post(URL, json=message(messages=turns))).status_code == 200
+        alone = [*HELLO, {"role": "assistant", "content": [block]}, *HELLO]
+        assert (await client.post(URL, json=message(messages=alone))).status_code == 200
+        await client.post(CHAT_URL, json=chat(messages=same))
+    one, _, two = engine.requests
+    assert one.prompt_ids == two.prompt_ids
+    assert "<think>\nhm" in thinking().decode(one.prompt_ids)
 
 
 COUNTED: list[dict[str, Any]] = [
