@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from server.schemas.anthropic import CountRequest, MessagesRequest
 from server.schemas.chat import ChatRequest
 from server.schemas.common import StreamOptions
 from server.schemas.completion import CompletionRequest
@@ -17,10 +18,9 @@ from tests.api.harness import in_process
 from tests.fake_engine import FakeEngine
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-MODELS = [
-    *(CompletionRequest, ChatRequest, ResponsesRequest, InfillRequest, TokenizeRequest, DetokenizeRequest),
-    *(StreamOptions, SpeculativeOptions),
-]
+GENERATING = [CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, InfillRequest]
+BODIES = [*GENERATING, CountRequest, TokenizeRequest, DetokenizeRequest]
+MODELS = [*BODIES, StreamOptions, SpeculativeOptions]
 
 
 async def test_every_route_is_told_of():

@@ -20,6 +20,7 @@ TEXTS = {
     "prompt",
     "input",
     "instructions",
+    "system",
     "arguments",
     "regex",
     "grammar",
@@ -29,6 +30,7 @@ TEXTS = {
     "suffix",
     "input_prefix",
     "input_suffix",
+    *("thinking", "signature", "data"),  # left out of the prompt
 }
 
 
