@@ -17,7 +17,8 @@ from engine.weights import UnsupportedModel, WeightsError
 from server.grammar.check import GrammarCheck
 from server.http.time_limits import TimeLimits
 from server.metrics import ServerMetrics
-from server.settings import Settings
+from server.responses.store import ResponseStore, StoreUnusable
+from server.settings import Settings, SettingsError
 from server.text.codec import TextCodec, Tokenizer
 from server.tool_calls.support import ToolSupport, tool_support
 
@@ -54,6 +55,13 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
     return await outcome
 
 
+def _store(settings: Settings) -> ResponseStore:
+    try:
+        return ResponseStore(settings.store_limits, settings.stored_responses_file)
+    except StoreUnusable as error:
+        raise SettingsError(f"stored_responses_file: {error}") from error
+
+
 class Runtime:
     """Owns the lifecycle of engine and tokenizer. `fatal` is the reason why the server cannot continue, once it cannot.
 
@@ -78,6 +86,7 @@ class Runtime:
         self._on_fatal = on_fatal
         self._tokenizer: Tokenizer | None = None
         self._codec: TextCodec | None = None
+        self.responses = _store(settings)
         self.grammars = GrammarCheck(self._describe_vocabulary)
         self.tool_support = ToolSupport()
         self._task: asyncio.Task[None] | None = None

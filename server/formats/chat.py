@@ -104,10 +104,11 @@ class ChatFormat:
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self._has_logprobs:
             return None
-        return ChatLogprobs(content=[_token_logprob(entry) for entry in piece.entries], refusal=None)
+        return ChatLogprobs(content=[token_logprob(entry) for entry in piece.entries], refusal=None)
 
 
-def _token_logprob(entry: TokenEntry) -> TokenLogprob:
+def token_logprob(entry: TokenEntry) -> TokenLogprob:
+    """Return a token with its log-probabilities."""
     assert entry.logprob is not None  # only a prompt's first token has None, and chats do not echo the prompt
     top = [TopLogprob(**_fields(token, logprob)) for token, logprob in entry.top]
     return TokenLogprob(**_fields(entry.token, entry.logprob), top_logprobs=top)

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from engine.core.service import EngineError
 from server.http.disconnect import ClientGone, until_disconnect
 from server.http.errors import ApiError, as_api_error
-from server.schemas.responses import ResponsesEvent
+from server.schemas.responses_answer import ResponsesEvent
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions, POST /v1/chat/completions and POST /v1/responses."""
+"""POST /v1/completions and POST /v1/chat/completions."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -12,7 +12,6 @@ from starlette.responses import Response
 from server.formats.chat import ChatFormat
 from server.formats.common import AnswerOptions, Format, joined, streamed
 from server.formats.completion import CompletionFormat
-from server.formats.responses import ResponsesFormat
 from server.generation.best_of import best_of
 from server.generation.generation import Generation
 from server.generation.submit import chat_generation, completion_generation
@@ -24,16 +23,15 @@ from server.routes.strict import StrictRoute
 from server.schemas.chat import ChatCompletion, ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import Completion, CompletionRequest
-from server.schemas.responses import ResponsesAnswer, ResponsesRequest
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["generation"])
 
 Generate = Callable[[], Awaitable[Generation]]
 
-_ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
-@router.post("/completions", response_model=Completion, responses={**_ALSO_A_STREAM, **ERRORS})
+@router.post("/completions", response_model=Completion, responses={**ALSO_A_STREAM, **ERRORS})
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     runtime = runtime_of(request)
@@ -43,7 +41,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     return await unless_gone(request, _response(body, generate, form))
 
 
-@router.post("/chat/completions", response_model=ChatCompletion, responses={**_ALSO_A_STREAM, **ERRORS})
+@router.post("/chat/completions", response_model=ChatCompletion, responses={**ALSO_A_STREAM, **ERRORS})
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     runtime = runtime_of(request)
@@ -51,17 +49,6 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     form = ChatFormat(AnswerOptions.of(body), bool(body.offered_tools))
     generate = partial(chat_generation, runtime, body, tenant_of(request, body.user))
     return await unless_gone(request, _response(body, generate, form))
-
-
-@router.post("/responses", response_model=ResponsesAnswer, responses={**_ALSO_A_STREAM, **ERRORS})
-async def create_response(body: ResponsesRequest, request: Request) -> Response:
-    """Answer a text or a conversation in the format of OpenAI's Responses API."""
-    runtime = runtime_of(request)
-    log_request(runtime.settings.log_requests, "/v1/responses", body)
-    chat = body.to_chat()
-    generate = partial(chat_generation, runtime, chat, tenant_of(request, body.user), "input")
-    form = ResponsesFormat(body, runtime.engine.model.defaults)
-    return await unless_gone(request, _response(chat, generate, form))
 
 
 async def _response(body: GenerationRequest, generate: Generate, form: Format) -> Response:

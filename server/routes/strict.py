@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _MAX_KEYS = MAX_BIASED_TOKENS
 # Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, need.
 _MAX_CONTAINERS = 16384
-_WITH_SCHEMAS = frozenset({"response_format", "structured_outputs", "tools"})  # decimals in these are not rounded
+_WITH_SCHEMAS = frozenset({"response_format", "structured_outputs", "text", "tools"})  # decimals in these are not rounded
 _MAX_WARNED = 256  # names of unknown fields that are logged; clients choose them
 IGNORED_HEADER = "X-Ignored-Parameters"
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with an optional end: linear time on any body
@@ -41,7 +41,10 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route whose handler gets a StrictRequest without the ignored unknown fields. A header of the answer names these."""
+    """A route whose handler gets a StrictRequest without the ignored unknown fields. A header of the answer names these.
+
+    The handler may have named ignored options in that header already.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler."""
@@ -58,6 +61,7 @@ class StrictRoute(APIRoute):
             strict = StrictRequest(request.scope, request.receive, value)
             strict._body = body  # starlette caches a body that was read under this name
             response = await handle(strict)
+            ignored += filter(None, response.headers.get(IGNORED_HEADER, "").split(", "))
             if ignored:
                 response.headers[IGNORED_HEADER] = ", ".join(ignored)
                 _warn_once(ignored, warned)
