@@ -84,21 +84,22 @@ class ResponseStore:
         """Open the database now, so that an unusable file stops the start."""
         try:
             os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # texts of clients: for this user alone
-            version = self._database.execute("PRAGMA user_version").fetchone()[0]
+            _ = self._database
         except (OSError, sqlite3.Error) as error:
             raise StoreUnusable(f"{file}: {error}") from error
-        if version != _VERSION:
-            raise StoreUnusable(f"{file}: is a store of version {version}; this server has version {_VERSION}")
 
     @cached_property
     def _database(self) -> sqlite3.Connection:
         """The database. `_lock` allows one thread at a time."""
         database = sqlite3.connect(self._file or ":memory:", check_same_thread=False)
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        (num_tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        if version != (_VERSION if num_tables else 0):
+            database.close()
+            raise StoreUnusable(f"{self._file}: is no store of this version")
         for pragma in ("foreign_keys = ON", "secure_delete = ON", "journal_mode = WAL", "synchronous = NORMAL"):
             database.execute(f"PRAGMA {pragma}")
-        if database.execute("PRAGMA user_version").fetchone()[0] == 0:
-            database.executescript(_TABLES)
-            database.execute(f"PRAGMA user_version = {_VERSION}")
+        database.executescript(f"{_TABLES} PRAGMA user_version = {_VERSION};")
         return database
 
     async def add(self, owner: str, response: StoredResponse) -> bool:
