@@ -81,8 +81,8 @@ class ResponsesFormat:
         self._status = "failed"
         if self._open is not None:
             self._open.status = "incomplete"
-        flat = {"code": detail.code, "message": detail.message, "param": detail.param}
-        yield ResponsesEvent(type="error", sequence_number=self._next_number(), **flat, error=detail.model_dump())
+        flat = {"code": detail.code, "message": detail.message, "param": detail.param, "error": detail.model_dump()}
+        yield ResponsesEvent.model_validate({"type": "error", "sequence_number": self._next_number(), **flat})
         yield self._event("failed", response=self._answer(error=ResponseFailure(code="server_error", message=detail.message)))
 
     def answer(self, generation: Generation) -> ResponsesAnswer:
@@ -159,8 +159,8 @@ class ResponsesFormat:
 
     def _call(self, call: CallPiece) -> Iterator[ResponsesEvent]:
         if call.name is not None:
-            names = {"call_id": new_call_id(), "name": call.name}
-            yield from self._begin(OutputCall(id=f"fc_{uuid.uuid4().hex}", status="in_progress", arguments="", **names))
+            item_id, call_id = f"fc_{uuid.uuid4().hex}", new_call_id()
+            yield from self._begin(OutputCall(id=item_id, status="in_progress", call_id=call_id, name=call.name, arguments=""))
         assert isinstance(self._open, OutputCall)  # arguments follow the name of their call
         if call.arguments:
             self._open.arguments += call.arguments
@@ -192,9 +192,9 @@ class ResponsesFormat:
         part = {} if content_index is None else {"content_index": content_index}
         return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1, **part}
 
-    def _event(self, name: str, **fields: Any) -> ResponsesEvent:
+    def _event(self, kind: str, /, **fields: Any) -> ResponsesEvent:
         return ResponsesEvent(
-            type=f"response.{name}",
+            type=f"response.{kind}",
             sequence_number=self._next_number(),
             **{key: _dumped(value) for key, value in fields.items()},
         )

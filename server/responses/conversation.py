@@ -23,8 +23,9 @@ from server.schemas.responses_items import (
     InputMessage,
     Item,
     ItemReference,
+    Part,
     ReasoningItem,
-    text_of,
+    texts_of,
 )
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
@@ -71,7 +72,7 @@ class Conversation:
         """Return the conversation of a request; raise an ApiError for a response or an item that is unknown to the owner."""
         earlier = [] if request.previous_response_id is None else await _earlier(request.previous_response_id, store, owner)
         if isinstance(request.input, str):
-            message = InputMessage(role="user", content=request.input)
+            message = InputMessage.model_validate({"role": "user", "content": request.input})
             return cls(request, earlier, [_Placed("input", message)])
         placed = [_Placed(f"input.{at}", item) for at, item in enumerate(request.input)]
         known = await store.answers_with(owner, [one.item.id for one in placed if isinstance(one.item, ItemReference)])
@@ -123,7 +124,9 @@ class Conversation:
         for placed in (*self.earlier, *self.own):
             item = placed.item
             if isinstance(item, InputMessage):
-                turns.append(_Turn({"role": item.role, "content": text_of(item.content)}, {"content": placed.inside("content")}))
+                turns.append(
+                    _Turn({"role": item.role, "content": _chat_text(item.content)}, {"content": placed.inside("content")})
+                )
             elif isinstance(item, FunctionCallItem):
                 call_ids.add(item.call_id)
                 _add_call(turns, placed)
@@ -131,7 +134,7 @@ class Conversation:
                 if item.call_id not in call_ids:
                     text = "no function call of the conversation has this call_id"
                     raise InvalidRequest(f"{placed.inside('call_id')}: {text}", placed.inside("call_id"))
-                message = {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": _chat_text(item.output)}
                 turns.append(_Turn(message, {"content": placed.inside("output"), "role": placed.inside("type")}))
         return turns
 
@@ -191,17 +194,22 @@ def _shown(item: Any) -> dict[str, Any]:
     head = {"id": item.id, "type": item.type or "message", "status": item.status or "completed"}
     if isinstance(item, InputMessage):
         is_output = item.role == "assistant"
-        texts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
-        parts = [{"type": "output_text", "text": text, "annotations": []} if is_output else _input_text(text) for text in texts]
-        return {**head, "role": item.role, "content": parts}
+        texts = [item.content] if isinstance(item.content, str) else texts_of(item.content)
+        content = [{"type": "output_text", "text": text, "annotations": []} if is_output else _input_text(text) for text in texts]
+        return {**head, "role": item.role, "content": content}
     if isinstance(item, FunctionCallItem):
         return {**head, "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
     if isinstance(item, FunctionCallOutput):
-        output = item.output if isinstance(item.output, str) else [_input_text(part.text) for part in item.output]
+        output = item.output if isinstance(item.output, str) else [_input_text(text) for text in texts_of(item.output)]
         return {**head, "call_id": item.call_id, "output": output}
     assert isinstance(item, ReasoningItem)
-    parts = [[part.model_dump() for part in given or ()] for given in (item.summary, item.content)]
-    return {**head, "summary": parts[0], "content": parts[1]}
+    summary, content = ([part.model_dump() for part in given or ()] for given in (item.summary, item.content))
+    return {**head, "summary": summary, "content": content}
+
+
+def _chat_text(content: str | list[Part]) -> str | list[dict[str, str]]:
+    """Return a content, or an output of a call, as that of a chat message."""
+    return content if isinstance(content, str) else [{"type": "text", "text": text} for text in texts_of(content)]
 
 
 def _input_text(text: str) -> dict[str, str]:

@@ -92,8 +92,8 @@ async def list_input_items(
         raise InvalidRequest("after: no item of this response has this id", "after")
     begin = 0 if after is None else ids.index(after) + 1
     page = items[begin : begin + limit]
-    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return InputItems(data=page, has_more=begin + limit < len(items), **ends)
+    first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return InputItems(data=page, first_id=first_id, last_id=last_id, has_more=begin + limit < len(items))
 
 
 async def _created(body: ResponsesRequest, request: Request) -> Response:

@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from server.schemas.common import MAX_LOGPROBS, CacheSalt
 from server.schemas.messages import MAX_MESSAGES
-from server.schemas.responses_items import FORM, Item, UnknownForm, form_of, refused_type
+from server.schemas.responses_items import FORM, NO_VALUE, Item, UnknownForm, form_of, refused_type
 from server.schemas.speculative import SpeculativeOptions
 from server.schemas.strict import MAX_INTEGER, Description, Name, Neutral, Strict, misfit
 from server.schemas.structured import JsonSchema
@@ -15,7 +15,6 @@ from server.schemas.tools import MAX_TOOLS, FunctionDefinition, FunctionName, To
 
 MAX_INCLUDED = 16
 LOGPROBS = "message.output_text.logprobs"
-_NO_VALUE = {"not": {}}
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")  # safe in a header
 
 
@@ -35,7 +34,7 @@ class FunctionTool(FunctionDefinition):
 class UnknownTool(UnknownForm):
     """A tool of another type: those that OpenAI runs are not supported."""
 
-    type: Annotated[object, refused_type("function")] = Field(json_schema_extra=_NO_VALUE)
+    type: Annotated[object, refused_type("function"), NO_VALUE]
 
 
 def _form_of_tool(value: object) -> str:
@@ -64,7 +63,7 @@ class AllowedTools(Strict):
 class UnknownChoice(UnknownForm):
     """A choice of another type."""
 
-    type: Annotated[object, refused_type("function", "allowed_tools")] = Field(json_schema_extra=_NO_VALUE)
+    type: Annotated[object, refused_type("function", "allowed_tools"), NO_VALUE]
 
 
 def _form_of_choice(value: object) -> str:
@@ -238,11 +237,11 @@ class ResponsesRequest(Strict):
     @property
     def ignored(self) -> list[str]:
         """The names of the options that are accepted and not honoured."""
-        text, reasoning = self.text or TextOptions(), self.reasoning or ReasoningOptions()
+        reasoning = self.reasoning
         options = {
-            "text.verbosity": text.verbosity,
-            "reasoning.effort": reasoning.effort,
-            "reasoning.summary": reasoning.summary or reasoning.generate_summary,
+            "text.verbosity": self.text and self.text.verbosity,
+            "reasoning.effort": reasoning and reasoning.effort,
+            "reasoning.summary": reasoning and (reasoning.summary or reasoning.generate_summary),
         }
         included = [f"include.{name}" for name in dict.fromkeys(self.include or ()) if name != LOGPROBS]
         return [*included, *(name for name, value in options.items() if value is not None)]

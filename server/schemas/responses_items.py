@@ -1,6 +1,7 @@
 """Items of a conversation in the Responses API: messages, function calls and their outputs, reasoning, and references."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
@@ -9,7 +10,7 @@ from server.schemas.strict import Name, Neutral, Strict
 from server.schemas.tools import FunctionCall
 
 FORM = "form-"  # begins the tags of unions, which error messages leave out
-_NO_VALUE = WithJsonSchema({"not": {}})
+NO_VALUE = WithJsonSchema({"not": {}})
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -49,7 +50,7 @@ class InputText(Strict):
 class UnknownPart(UnknownForm):
     """A part of another type."""
 
-    type: Annotated[object, refused_type("input_text", "output_text"), _NO_VALUE]
+    type: Annotated[object, refused_type("input_text", "output_text"), NO_VALUE]
 
 
 def _form_of_part(value: object) -> str:
@@ -57,10 +58,10 @@ def _form_of_part(value: object) -> str:
     return f"{FORM}text" if kind in ("input_text", "output_text") else f"{FORM}unknown"
 
 
-_Part = Annotated[
+Part = Annotated[
     Annotated[InputText, Tag("form-text")] | Annotated[UnknownPart, Tag("form-unknown")], Discriminator(_form_of_part)
 ]
-_Parts = Annotated[list[_Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+_Parts = Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
 
 
 class _Item(Strict):
@@ -133,7 +134,7 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning", "item
 class UnknownItem(UnknownForm):
     """An item of another type."""
 
-    type: Annotated[object, refused_type(*_KINDS), _NO_VALUE]
+    type: Annotated[object, refused_type(*_KINDS), NO_VALUE]
 
 
 def _form_of_item(value: object) -> str:
@@ -152,6 +153,6 @@ Item = Annotated[
 ]
 
 
-def text_of(content: "str | list[Any]") -> "str | list[dict[str, str]]":
-    """Return a content, or an output of a call, as that of a chat message."""
-    return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
+def texts_of(parts: Iterable[Part]) -> list[str]:
+    """Return the texts of parts."""
+    return [part.text for part in parts if isinstance(part, InputText)]

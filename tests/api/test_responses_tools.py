@@ -24,8 +24,8 @@ from tests.tokenizers_for_tests import calling
 URL = "/v1/responses"
 PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"], "additionalProperties": False}
 WEATHER = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": PLACE, "strict": False}
-TIME = {"type": "function", "name": "time", "description": None}
-TOOLS = [WEATHER, TIME]
+TIME: dict[str, Any] = {"type": "function", "name": "time", "description": None}
+TOOLS: list[dict[str, Any]] = [WEATHER, TIME]
 
 
 def responses(**fields: Any) -> dict[str, Any]:
@@ -230,7 +230,7 @@ async def test_logprobs_are_those_of_a_chat():
 
 def test_reasoning_is_an_item_of_its_own():
     """Pieces with reasoning, as a model with a reasoning block gives them; logprobs of the block are sent with the message."""
-    form = ResponsesFormat(ResponsesRequest(model=MODEL, input="x"), RequestDefaults(), is_stored=True)
+    form = ResponsesFormat(ResponsesRequest.model_validate(responses()), RequestDefaults(), is_stored=True)
     pieces = [
         Piece(0, reasoning="a"),
         Piece(0, reasoning="b", text="c"),
@@ -251,7 +251,7 @@ def test_reasoning_is_an_item_of_its_own():
 
 
 def test_reasoning_that_is_cut_has_no_message():
-    form = ResponsesFormat(ResponsesRequest(model=MODEL, input="x"), RequestDefaults(), is_stored=True)
+    form = ResponsesFormat(ResponsesRequest.model_validate(responses()), RequestDefaults(), is_stored=True)
     events = list(form.events(Piece(0, reasoning="a", finish=FinishReason.LENGTH)))
     assert [item for item in form.item_ids if not item.startswith("rs_")] == []
     assert events[-1].model_dump()["item"]["status"] == "incomplete"
