@@ -32,12 +32,12 @@ def responses(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "input": "hello", **fields}
 
 
-async def both(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+async def both(client: httpx.AsyncClient, has_cache: bool = False, **fields: Any) -> dict[str, Any]:
     """Return the answer of a request, after comparing it with the stream of the same request."""
     whole = await client.post(URL, json=responses(**fields))
     assert whole.status_code == 200, whole.text
     stream = await client.post(URL, json=responses(**fields, stream=True))
-    assert without_ids(folded(events_of(stream.text))) == without_ids(whole.json())
+    assert without_ids(folded(events_of(stream.text)), has_cache) == without_ids(whole.json(), has_cache)
     return whole.json()  # type: ignore[no-any-return]
 
 
@@ -178,7 +178,7 @@ FORCED: list[Any] = [
 @pytest.mark.parametrize("choice", FORCED)
 async def test_forced_calls_match_their_schemas(choice: Any):
     async with _served(False) as client:
-        answer = await both(client, tools=FORCED_TOOLS, tool_choice=choice, parallel_tool_calls=False, temperature=0)
+        answer = await both(client, True, tools=FORCED_TOOLS, tool_choice=choice, parallel_tool_calls=False, temperature=0)
     ((name, arguments),) = called(answer)
     assert name == "weather" or choice == "required"
     if name == "weather":
@@ -192,8 +192,8 @@ async def test_forced_calls_match_their_schemas(choice: Any):
 )
 async def test_texts_match_their_format(text_format: dict[str, Any]):
     async with _served() as client:
-        answer = await both(client, text={"format": text_format}, temperature=0, max_output_tokens=300)
-        plain = await both(client, text={"format": {"type": "text"}}, temperature=0, max_output_tokens=5)
+        answer = await both(client, True, text={"format": text_format}, temperature=0, max_output_tokens=300)
+        plain = await both(client, True, text={"format": {"type": "text"}}, temperature=0, max_output_tokens=5)
     assert answer["text"] == {"format": text_format}
     assert plain["text"] == {"format": {"type": "text"}}
     if answer["status"] == "completed":
@@ -318,7 +318,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"context_management": [{"type": "compaction"}]}, "context_management"),
-    ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
 ]
 
@@ -332,6 +331,13 @@ async def test_refusals_name_the_field(fields: dict[str, Any], param: str):
             status = 404 if param.endswith(".id") else 400
             assert (response.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
             assert "messages" not in error["message"]
+
+
+async def test_stream_options_need_a_stream():
+    async with in_process(_engine(), tokenizer=calling()) as client:
+        for stream, status in ((False, 400), (None, 400), (True, 200)):
+            body = responses(stream=stream, stream_options={"include_obfuscation": False})
+            assert (await client.post(URL, json=body)).status_code == status
 
 
 async def test_calls_need_a_template_that_shows_them():
