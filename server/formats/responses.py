@@ -95,7 +95,8 @@ class ResponsesFormat:
             output_tokens_details={"reasoning_tokens": 0},
             total_tokens=usage.total_tokens,
         )
-        answer = self._answer(usage=responses_usage, metrics=metrics_of(generation.acceptance), completed_at=int(time.time()))
+        ended_s = int(time.time()) if self._status == "completed" else None
+        answer = self._answer(usage=responses_usage, metrics=metrics_of(generation.acceptance), completed_at=ended_s)
         return ResponsesAnswer(**answer.model_dump())
 
     @property
