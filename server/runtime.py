@@ -17,6 +17,7 @@ from engine.weights import UnsupportedModel, WeightsError
 from server.grammar.check import GrammarCheck
 from server.http.time_limits import TimeLimits
 from server.metrics import ServerMetrics
+from server.reasoning.support import ReasoningSupport, reasoning_support
 from server.responses.store import ResponseStore, StoreUnusable
 from server.settings import Settings, SettingsError
 from server.text.codec import TextCodec, Tokenizer
@@ -89,6 +90,7 @@ class Runtime:
         self.responses = _store(settings)
         self.grammars = GrammarCheck(self._describe_vocabulary)
         self.tool_support = ToolSupport()
+        self.reasoning_support = ReasoningSupport()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
         engine.add_listener(self.metrics.steps.on_step)
@@ -100,6 +102,11 @@ class Runtime:
         if self._codec is None or self._is_stopping:
             raise EngineUnavailable("the server is shutting down" if self._is_stopping else "the model is loading")
         return self._codec
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The variables that the chat template reads; none until the tokenizer is loaded."""
+        return frozenset() if self._codec is None else self._codec.template_variables
 
     @property
     def is_ready(self) -> bool:
@@ -130,6 +137,7 @@ class Runtime:
             await self.engine.start()
             self._tokenizer, self._codec = tokenizer, TextCodec(tokenizer)
             self.tool_support = tool_support(self._codec, self.settings.tool_call_parser)
+            self.reasoning_support = reasoning_support(self._codec, self.settings.reasoning_parser)
             self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
             log.info("serving %s", self.settings.served_name)
             await self._failure()

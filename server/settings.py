@@ -22,8 +22,10 @@ from engine.draft.text.suffix_counts import MAX_CONTEXT
 from server.http.api_keys import MIN_KEY_CHARS, ApiKey, may_others_read, parsed_keys
 from server.http.hosts import is_loopback
 from server.http.request_log import RequestLog
+from server.reasoning.support import ReasoningParser
 from server.responses.store import StoreLimits
 from server.schemas.common import MAX_CHOICES
+from server.schemas.strict import MAX_NAME_CHARS
 from server.tool_calls.syntaxes import ToolCallParser
 
 ENV_PREFIX = "LATEBRANCH_"
@@ -240,6 +242,11 @@ class Settings(BaseSettings):
 
     model: str = Field(default="smollm2-135m", description="Target model: a preset's name, a folder, a GGUF file or a hub id.")
     model_name: str | None = Field(default=None, description="Name clients use for the model; unset: the value of model.")
+    served_model_name: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        default=(),
+        description="Several such names, comma-separated, in place of model_name; all are listed, and the first is that of the "
+        "metrics.",
+    )
     generation_config: Literal["auto", "none"] = Field(
         default="auto",
         description="Defaults of the sampling parameters that a request does not set; auto: those of the model's "
@@ -248,6 +255,11 @@ class Settings(BaseSettings):
     tool_call_parser: ToolCallParser = Field(
         default="auto",
         description="How the model writes tool calls; auto: as its chat template does; none: no tools are accepted.",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        default="auto",
+        description="How the model writes its reasoning; think: between <think> and </think>; auto: as its chat template or its "
+        "tokens show; none: reasoning is not split off.",
     )
     drafter: Literal["auto", "none", "ngram", "early-exit", "head", "model"] = Field(
         default="auto",
@@ -383,6 +395,15 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _names_can_be_sent(self) -> Self:
+        if self.served_model_name and self.model_name is not None:
+            raise ValueError("served_model_name and model_name cannot both be given")
+        names = self.served_model_name
+        if len({*names}) < len(names) or any(len(name) > MAX_NAME_CHARS for name in names):
+            raise ValueError(f"served_model_name has names that differ, of at most {MAX_NAME_CHARS} characters")
+        return self
+
+    @model_validator(mode="after")
     def _tracing_is_installed(self) -> Self:
         if self.otlp_endpoint is not None and not _is_tracing_installed():
             raise ValueError("otlp_endpoint needs the extra otel: pip install 'latebranch[otel]'")
@@ -452,9 +473,14 @@ class Settings(BaseSettings):
         return StoreLimits(self.stored_responses, self.stored_responses_bytes, self.stored_responses_age_s)
 
     @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names clients use for the model."""
+        return self.served_model_name or (self.model_name or self.model,)
+
+    @property
     def served_name(self) -> str:
-        """The name clients use for the model."""
-        return self.model_name or self.model
+        """The name of the model in metrics and logs."""
+        return self.served_names[0]
 
     def to_tool_config(self) -> EngineConfig:
         """Return the engine's configuration for a tool: without the server's trace file, audit, canary and prefix cache.

@@ -27,6 +27,38 @@ TOOL_TEMPLATE = (  # Qwen's way to show tools, calls and what came of them
     '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}<|end|>{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{{ '\n' }}{% endif %}"
 )
+_MESSAGE_START = "<|start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}{{ '\n' }}"
+_CALLS = (
+    "{% for call in m.tool_calls or [] %}{{ '\n' }}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}"
+)
+_TOOLS = (
+    "{% if tools %}<|start|>system\n<tools>{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}</tools><|end|>\n"
+    "{% endif %}"
+)
+THINK_TEMPLATES = {
+    "qwen3": (  # the model opens the block; enable_thinking false writes an empty one; earlier reasoning is shown
+        f"{_TOOLS}{{% for m in messages %}}{_MESSAGE_START}"
+        "{% if m.role == 'assistant' and m.reasoning_content %}<think>\n{{ m.reasoning_content.strip('\n') }}\n</think>\n\n"
+        f"{{% endif %}}{{{{ m.content or '' }}}}{_CALLS}<|end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|start|>assistant\n"
+        "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    ),
+    "deepseek": (  # the template opens the block; earlier reasoning is left out
+        f"{_TOOLS}{{% for m in messages %}}{_MESSAGE_START}"
+        "{% if m.content and '</think>' in m.content %}{% set content = m.content.split('</think>')[-1] %}"
+        f"{{% else %}}{{% set content = m.content or '' %}}{{% endif %}}{{{{ content }}}}{_CALLS}<|end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|start|>assistant\n<think>\n{% endif %}"
+    ),
+    "smollm3": (  # the mode is a default of the template, and a line of the system's message
+        "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
+        "<|start|>system\nReasoning Mode: {{ '/think' if enable_thinking else '/no_think' }}<|end|>\n"
+        f"{_TOOLS}{{% for m in messages %}}{_MESSAGE_START}{{{{ m.content or '' }}}}{_CALLS}<|end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|start|>assistant\n"
+        "{% if not enable_thinking %}<think>\n\n</think>\n{% endif %}{% endif %}"
+    ),
+}
 SPECIAL = ["<|end|>", "<|start|>", "<unk>"]
 
 
@@ -51,6 +83,16 @@ def calling(special: bool | None = None) -> PreTrainedTokenizerFast:
             [AddedToken(marker, special=special, normalized=False) for marker in ("<tool_call>", "</tool_call>")]
         )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TOOL_TEMPLATE)
+
+
+@cache
+def thinking(kind: str = "qwen3", special: bool | None = False) -> PreTrainedTokenizerFast:
+    """Return byte-level BPE of a model that reasons and knows tools. Its markers are text, or tokens (`special` or not)."""
+    tokenizer = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+    if special is not None:
+        markers = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+        tokenizer.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in markers])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=THINK_TEMPLATES[kind])
 
 
 @cache

@@ -36,8 +36,20 @@ class GrammarKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class FreeBlock:
+    """Free text before a constrained text, between two tokens of the model: `<think>...</think>`.
+
+    Two line breaks follow the `closing` token. With an `opening` token the whole block may be missing. Without one the prompt has
+    opened the block.
+    """
+
+    opening: str | None
+    closing: str
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that the whole generated text must match.
+    """A grammar that the generated text must match: the whole text, or what follows a free `block`.
 
     Numbers in JSON have bounded lengths (docs/structured.md). In a Lark text, JSON is between the two tokens `json_marks`. Two
     empty strings: the whole text is JSON. None: unknown, so numbers may have any length.
@@ -46,6 +58,7 @@ class Grammar:
     kind: GrammarKind
     text: str = ""
     json_marks: tuple[str, str] | None = None
+    block: FreeBlock | None = None
 
     @property
     def has_known_json(self) -> bool:

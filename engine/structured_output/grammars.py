@@ -17,7 +17,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.core.types import Grammar, GrammarKind
+from engine.core.types import FreeBlock, Grammar, GrammarKind
 from engine.structured_output.exact_schemas import exact_lark, exact_schema
 from engine.structured_output.json_bounds import bounded_schema, with_bounded_schemas
 from engine.structured_output.number_lengths import TokenDigits
@@ -26,6 +26,7 @@ from engine.weights.pretrained import load_tokenizer
 
 _MAX_REASON_CHARS = 500
 _MAX_COMPILED = 32
+_INNER = "constrained"  # the name of a grammar inside another
 # Bounds of memory (for lexer states) and of the time of one mask. A text that exceeds a limit ends with an error.
 _LIMITS = LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, step_lexer_fuel=100_000, verbose_errors=False)
 # A rule's attribute that the library parses and ignores. Brackets in strings and patterns before it do not end the list.
@@ -155,6 +156,25 @@ def require_first_mask(matcher: LLMatcher) -> None:
 
 def _source(grammar: Grammar) -> str:
     """Return the grammar in llguidance's format."""
+    source = _source_without_block(grammar)
+    if grammar.block is None:
+        return source
+    inner = [{"lark_grammar": source}] if grammar.kind is GrammarKind.LARK else json.loads(source)["grammars"]
+    first, *others = inner
+    outer = {"name": "outer", "lark_grammar": _with_block(grammar.block)}
+    return json.dumps({"grammars": [outer, {**first, "name": _INNER}, *others]})
+
+
+def _with_block(block: FreeBlock) -> str:
+    """Return the Lark grammar of a free block and the constrained text, which is a grammar of its own. The block cannot spell its
+    end, so a reader of the text finds the same end.
+    """
+    free = f'{block.opening or ""} FREE {block.closing} "\\n\\n" @{_INNER}'
+    start = free if block.opening is None else f"@{_INNER} | {free}"
+    return f"start: {start}\nFREE: /(?s:.*)/ & ~/(?s:.*){_literal(block.closing)}(?s:.*)/\n"
+
+
+def _source_without_block(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema(bounded_schema('{"type": "object"}'))

@@ -54,6 +54,9 @@ class JsonPosition:
         return JsonPosition(True, in_string, escaped, digits, in_exponent)
 
 
+_FREE = JsonPosition(is_json=False)
+
+
 class TokenDigits:
     """The digits in each token of a vocabulary."""
 
@@ -92,7 +95,11 @@ class NumberLimit:
         self._tokens = tokens
         self._limit = limit
         self._marks = tuple(mark.encode() for mark in grammar.json_marks or () if mark)
-        self._start = JsonPosition(is_json=not self._marks)
+        block = grammar.block
+        self._opening = None if block is None or block.opening is None else block.opening.encode()
+        self._closing = None if block is None else block.closing.encode()
+        self._constrained_start = JsonPosition(is_json=not self._marks)
+        self._start = _FREE if block is not None and block.opening is None else self._constrained_start
         self._text: list[int] = []
         self._positions: dict[Path, JsonPosition] = {(): self._start}
 
@@ -120,6 +127,10 @@ class NumberLimit:
 
     def _after(self, position: JsonPosition, token_id: int) -> JsonPosition:
         data = self._tokens.bytes_of(token_id)
+        if data == self._opening:
+            return _FREE
+        if data == self._closing:
+            return self._constrained_start
         if data in self._marks:
             return JsonPosition(is_json=data == self._marks[0])
         return position.after(data)

@@ -50,8 +50,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_serve_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `serve`, with a flag for every setting."""
+    """Add `serve`, with a flag for every setting. The model may be named without one."""
     command = subparsers.add_parser("serve", help="serve a model over HTTP")
+    command.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model; before all flags")
     add_settings_flags(command)
     command.set_defaults(handler=_serve)
 
@@ -59,6 +60,11 @@ def _add_serve_command(subparsers: "argparse._SubParsersAction[argparse.Argument
 def _serve(parsed: argparse.Namespace) -> int:
     from server.process import serve  # here, because its imports are slow
 
+    if parsed.positional_model is not None:
+        if getattr(parsed, "model", parsed.positional_model) != parsed.positional_model:
+            sys.stderr.write("latebranch serve: the model is named twice, as an argument and by --model\n")
+            return 2
+        parsed.model = parsed.positional_model
     try:
         settings = settings_of(parsed)
     except SettingsError as error:

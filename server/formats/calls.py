@@ -15,6 +15,12 @@ def call_delta(piece: CallPiece) -> CallDelta:
     return CallDelta(index=piece.index, id=new_call_id(), type="function", function=function)
 
 
+def function_delta(piece: CallPiece) -> FunctionDelta:
+    """Return a stream's delta of a piece in the form before tools: a call begins with its name."""
+    named = {} if piece.name is None else {"name": piece.name}
+    return FunctionDelta(arguments=piece.arguments, **named)
+
+
 def whole_calls(pieces: Sequence[CallPiece]) -> list[AnswerCall]:
     """Return the calls that the pieces make up."""
     calls: list[AnswerCall] = []

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine.core.types import FinishReason
-from server.formats.calls import call_delta, whole_calls
+from server.formats.calls import call_delta, function_delta, whole_calls
 from server.formats.common import (
     AnswerOptions,
     InChunk,
@@ -35,14 +35,16 @@ from server.text.token_entry import TokenEntry
 class ChatFormat:
     """One answer. Tracks which choices of a stream have sent their role, and which have called tools.
 
-    If an answer may consist of calls alone (`offers_tools`), missing content is null, not an empty text.
+    If an answer may consist of calls alone (`offers_tools`), missing content is null, not an empty text. With `has_functions` a
+    call is a `function_call`, the form before tools.
     """
 
-    def __init__(self, options: AnswerOptions, offers_tools: bool = False) -> None:
+    def __init__(self, options: AnswerOptions, offers_tools: bool = False, has_functions: bool = False) -> None:
         self._options = options
         self._head = options.head("chatcmpl")
         self._has_logprobs = options.num_top_logprobs is not None
         self._no_content = None if offers_tools else ""
+        self._has_functions = has_functions
         self._begun: set[int] = set()
         self._called: set[int] = set()
 
@@ -72,11 +74,13 @@ class ChatFormat:
     def _deltas(self, piece: Piece) -> Iterator[Delta]:
         """Yield the deltas of a piece. Reported tokens that add no text yet are sent with an empty text."""
         has_tokens = piece.entries or piece.trace or (self._options.gives_token_ids and piece.token_ids)
-        if piece.text or (has_tokens and not piece.calls):
+        if piece.reasoning:
+            yield Delta(**_reasoning(piece))
+        if piece.text or (has_tokens and not piece.calls and not piece.reasoning):
             yield Delta(content=piece.text)
         for call in piece.calls:
             self._called.add(piece.index)
-            yield Delta(tool_calls=[call_delta(call)])
+            yield Delta(function_call=function_delta(call)) if self._has_functions else Delta(tool_calls=[call_delta(call)])
 
     def _chunk(self, index: int, usage: InChunk, delta: Delta, **rest: Any) -> ChatChunk:
         choice = ChunkChoice(**{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest})
@@ -86,8 +90,11 @@ class ChatFormat:
         return {"usage": usage_of(generation), "metrics": metrics_of(generation.acceptance)}
 
     def _choice(self, piece: Piece) -> ChatChoice:
-        calls = {"tool_calls": whole_calls(piece.calls)} if piece.calls else {}
-        message = AssistantMessage(role="assistant", content=piece.text or self._no_content, refusal=None, **calls)
+        calls: dict[str, Any] = {"tool_calls": whole_calls(piece.calls)} if piece.calls else {}
+        if calls and self._has_functions:
+            calls = {"function_call": calls["tool_calls"][0].function}
+        content = piece.text or self._no_content
+        message = AssistantMessage(role="assistant", **_reasoning(piece), content=content, refusal=None, **calls)
         return ChatChoice(
             index=piece.index,
             message=message,
@@ -99,12 +106,18 @@ class ChatFormat:
     def _end(self, piece: Piece, has_called: bool) -> dict[str, Any]:
         """Return how a choice ended: `tool_calls` if the model ended a message that has calls."""
         is_calls = has_called and piece.finish is FinishReason.STOP
-        return {"finish_reason": "tool_calls" if is_calls else finish_reason(piece.finish), **stop_reason_of(piece)}
+        of_calls = "function_call" if self._has_functions else "tool_calls"
+        return {"finish_reason": of_calls if is_calls else finish_reason(piece.finish), **stop_reason_of(piece)}
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self._has_logprobs:
             return None
         return ChatLogprobs(content=[token_logprob(entry) for entry in piece.entries], refusal=None)
+
+
+def _reasoning(piece: Piece) -> dict[str, Any]:
+    """Return the reasoning under DeepSeek's name and under vLLM's."""
+    return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}
 
 
 def token_logprob(entry: TokenEntry) -> TokenLogprob:

@@ -83,6 +83,7 @@ def usage_of(generation: Generation) -> Usage:
         total_tokens=num_prompt + num_completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=generation.num_cached_tokens),
         completion_tokens_details=CompletionTokensDetails(
+            reasoning_tokens=generation.num_reasoning_tokens,
             accepted_prediction_tokens=counts.num_accepted_predicted,
             rejected_prediction_tokens=counts.num_predicted - counts.num_accepted_predicted,
         ),
@@ -119,7 +120,9 @@ def _joined_choice(index: int, pieces: Sequence[Piece]) -> Piece:
     token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
     last = pieces[-1]
     calls = merged(call for piece in pieces for call in piece.calls)
-    return Piece(index, text, entries, last.finish, last.prompt, last.stop_reason, token_ids, pieces[0].prompt_ids, calls=calls)
+    reasoning = "".join(piece.reasoning for piece in pieces)
+    ends = (last.finish, last.prompt, last.stop_reason)
+    return Piece(index, text, entries, *ends, token_ids, pieces[0].prompt_ids, calls=calls, reasoning=reasoning)
 
 
 def prompt_logprobs_of(piece: Piece) -> dict[str, Any]:

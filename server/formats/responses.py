@@ -92,7 +92,7 @@ class ResponsesFormat:
             input_tokens=usage.prompt_tokens,
             input_tokens_details={"cached_tokens": generation.num_cached_tokens, "cache_write_tokens": 0},
             output_tokens=usage.completion_tokens,
-            output_tokens_details={"reasoning_tokens": 0},
+            output_tokens_details={"reasoning_tokens": generation.num_reasoning_tokens},
             total_tokens=usage.total_tokens,
         )
         ended_s = int(time.time()) if self._status == "completed" else None

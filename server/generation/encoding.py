@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def require_served(runtime: Runtime, name: str) -> None:
     """Raise UnknownModel unless the model of that name is served."""
-    if name != runtime.settings.served_name:
+    if name not in runtime.settings.served_names:
         raise UnknownModel(name)
 
 
@@ -45,8 +45,8 @@ async def encoded_chat(
     codec = runtime.codec
     require_shown(runtime.tool_support, messages, tools)
     shown, shown_tools = templated(messages), templated_tools(tools)
-    contents = [[message.get("content"), message.get("tool_calls")] for message in shown]
-    num_bytes = sum(len(text.encode()) for text in strings_of([contents, shown_tools]))
+    contents = [[message.get(field) for field in ("content", "tool_calls", "name", "reasoning_content")] for message in shown]
+    num_bytes = sum(len(text.encode()) for text in strings_of([contents, shown_tools, form.variables]))
     return await encoded(runtime, key, num_bytes, lambda: codec.encode_chat(shown, form, shown_tools), param)
 
 

@@ -70,6 +70,11 @@ class Generation:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning of all choices so far."""
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens served from the prefix cache (minimum over the choices of each prompt)."""
         found: dict[tuple[int, ...], int] = {}

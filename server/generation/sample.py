@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from engine.core.types import FinishReason, TokenEvent
 from server.generation.prompt_echo import Candidate, PromptEcho
 from server.generation.step_trace import step_trace_of
+from server.reasoning.reader import ReasoningReader
 from server.schemas.trace import StepTrace
 from server.text.codec import TokenText
 from server.text.detokenizer import Detokenizer
@@ -25,7 +26,7 @@ class Piece:
     """The part of one choice that one event adds.
 
     The first piece has the prompt's ids. The last piece has the candidates of the prompt's tokens, and the stop string or token
-    that ended the text, None for the model's own end. `token_ids` are the counted tokens; `text` and `calls` may lag behind them.
+    that ended the text, None for the model's own end. `token_ids` are the counted tokens; the texts and `calls` may lag behind.
     `trace` describes their step.
     """
 
@@ -98,7 +99,7 @@ class Choice:
     With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text. `prompt` returns the text
     and candidates of the prompt. `named_stop_ids` are the stop tokens that are reported as the reason of an end. With `is_traced`
     its pieces describe the engine's steps. No stop string ends in the text of the first `min_tokens` tokens. `reader` separates
-    tool calls from content, in the text up to a stop string.
+    reasoning and tool calls from content, in the text up to a stop string.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0  # of the reasoning block, without its markers
         self.num_cached_tokens = 0  # of its prompt; reported with the first token
         self._sum_logprobs = 0.0  # of the counted tokens, if the engine reports log-probabilities
         self.finish: FinishReason | None = None
@@ -134,6 +136,7 @@ class Choice:
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
         self._calls: list[CallPiece] = []
+        self._reasoning = ""
 
     @property
     def mean_logprob(self) -> float:
@@ -155,13 +158,14 @@ class Choice:
         if event.finish is not None or self.is_cut:
             text += self._content_of(self._reader.close())
         calls, self._calls = merged(self._calls), []
+        reasoning, self._reasoning = self._reasoning, ""
         if self.finish is None:
             self.finish = FinishReason.STOP if self.is_cut else event.finish
             self._count_drafts(event, self.num_tokens - num_before)
         return Piece(
             self.index,
             text,
-            self._ready_entries(bool(text or calls)),
+            self._ready_entries(bool(text or calls or reasoning)),
             self.finish,
             self._prompt.candidates() if self._prompt and self.finish is not None else None,
             self._stop_reason(event),
@@ -169,6 +173,7 @@ class Choice:
             self._prompt.ids if self._prompt and not num_before else None,
             step_trace_of(event.trace, self._token_text) if self._is_traced and event.trace else None,
             calls,
+            reasoning,
         )
 
     def _stop_reason(self, event: TokenEvent) -> str | int | None:
@@ -190,7 +195,7 @@ class Choice:
 
     def _text_of(self, event: TokenEvent, at: int) -> str:
         """Return the content that becomes certain with token `at` of the event; empty once the text is cut."""
-        token_id = event.token_ids[at]
+        token_id, was_inside = event.token_ids[at], self._is_inside_reasoning
         text = "" if self.is_cut else self._pass_on(self._detokenizer.settle(token_id))
         if self.is_cut:
             return text
@@ -201,7 +206,14 @@ class Choice:
                 entry_of(self._token_text, token_id, event.logprobs[at], self._num_top_logprobs, self._num_chars)
             )
         is_stop_token = token_id == event.stop_token_id and at == len(event.token_ids) - 1
-        return text if is_stop_token and not self._keeps_stop else text + self._pass_on(self._detokenizer.push(token_id))
+        if not is_stop_token or self._keeps_stop:
+            text += self._pass_on(self._detokenizer.push(token_id))
+        self.num_reasoning_tokens += was_inside and self._is_inside_reasoning
+        return text
+
+    @property
+    def _is_inside_reasoning(self) -> bool:
+        return isinstance(self._reader, ReasoningReader) and self._reader.is_inside
 
     def _pass_on(self, text: str) -> str:
         self._num_chars += len(text)
@@ -212,6 +224,7 @@ class Choice:
 
     def _content_of(self, read: ReadText) -> str:
         self._calls += read.calls
+        self._reasoning += read.reasoning
         return read.content
 
     def _close(self) -> str:

@@ -6,6 +6,7 @@ Knows what the engine loaded. Refuses fields that it could not honour, by their 
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from engine.core.rng_keys import derived_seed
 from engine.core.types import ModelInfo, Request, SamplingParams, Speculation, group_of
@@ -16,6 +17,7 @@ from server.generation.sample import Choice
 from server.generation.sampling import sampling_of
 from server.http.auth import cache_salt_of
 from server.http.errors import ContextTooLong, InvalidRequest
+from server.reasoning.use import NUM_END_IDS, reasoning_use
 from server.runtime import Runtime
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest, Prediction
@@ -53,6 +55,9 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, para
     ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or most or 1)
     room = _room(runtime.engine.model, ids, param, body.token_limit)
     num_wanted = _default_tokens(runtime, room) if body.token_limit is None else body.token_limit
+    grammar_param = "tools" if use.grammar else body.grammar_param if body.grammar else None
+    prompt_end = partial(runtime.codec.decode, ids[-NUM_END_IDS:], skips_special=False)
+    use = replace(use, reasoning=reasoning_use(runtime.reasoning_support, body, grammar_param, prompt_end))
     return await _submitted(runtime, body, [ids], num_wanted, tenant, use)
 
 
@@ -117,6 +122,7 @@ async def _submitted(
     _check_prompt_scores(body, sum(map(len, prompts)))
     bad_words = await encoded_words(runtime, key, body.bad_words, "bad_words") if body.bad_words else ()
     grammar, param = (use.grammar, "tools") if use.grammar else (body.grammar, body.grammar_param)
+    grammar = use.reasoning.constrained(grammar)
     sampling = sampling_of(model, body, max_tokens, bad_words, grammar, param)
     if grammar is not None:
         await runtime.grammars.require(grammar, param, key)

@@ -22,6 +22,7 @@ Error text is bounded: an answer must not repeat long input of the client.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ from server.schemas.answer import ErrorBody, ErrorDetail
 MAX_ERRORS = 10
 MAX_MESSAGE_CHARS = 1000
 MAX_INPUT_CHARS = 200
+_EMBEDDINGS = re.compile(r"/(embeddings?|embed)/?$")  # of OpenAI, llama.cpp, TEI and Ollama
 
 
 def clipped(text: str, limit: int) -> str:
@@ -237,10 +239,12 @@ async def answer_validation_error(_: Request, error: Exception) -> Response:
     return as_invalid_request(error.errors()).response()
 
 
-async def answer_http_exception(_: Request, error: Exception) -> Response:
+async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Answer the router's errors: unknown paths, wrong methods."""
     assert isinstance(error, HTTPException)
-    status_error = ApiError(error.detail, None, None, error.headers)
+    is_embedding = error.status_code == 404 and _EMBEDDINGS.search(request.url.path)
+    detail = "this server generates text; it has no embeddings" if is_embedding else error.detail
+    status_error = ApiError(detail, None, "no_embeddings" if is_embedding else None, error.headers)
     status_error.status = error.status_code
     status_error.type = "invalid_request_error" if error.status_code < 500 else "server_error"
     return status_error.response()

@@ -19,15 +19,20 @@ _VALID_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # safe in a header a
 _LIKENESS = 0.8  # difflib's ratio from which a name counts as a misspelling of another
 
 # A field that one endpoint honours is ignored by no other: a client would believe that, for example, its seed is used.
-_HARMLESS = frozenset({"metadata", "priority", "request_id", "service_tier", "store", "user"})
+_HARMLESS = frozenset(
+    {
+        *("metadata", "priority", "request_id", "service_tier", "store", "user", "verbosity"),
+        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    }
+)
 _OF_GENERATION = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields} - _HARMLESS
 
 # Fields of other servers that change the text or the reported data, with the values that change nothing. Fields that only
 # adjust another one (mirostat_tau, xtc_threshold, dry_base) are not listed: without that field they change nothing.
 _OUTPUT_CHANGING: Mapping[str, tuple[object, ...]] = {
     # OpenAI
-    **{"audio": (), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "moderation": ()},
-    **{"reasoning": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (), "max_output_tokens": ()},
+    **{"audio": (), "modalities": (["text"],), "moderation": ()},
+    **{"reasoning": (), "web_search_options": (), "max_output_tokens": ()},
     # vLLM
     **{"use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,), "logits_processors": ([],)},
     **{"spaces_between_special_tokens": (True,), "prompt_embeds": (), "logprob_token_ids": (), "kv_transfer_params": ()},

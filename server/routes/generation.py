@@ -16,6 +16,7 @@ from server.generation.best_of import best_of
 from server.generation.generation import Generation
 from server.generation.submit import chat_generation, completion_generation
 from server.http.auth import tenant_of
+from server.http.errors import InvalidRequest
 from server.http.request_log import log_request
 from server.http.streaming import EventStream
 from server.routes.common import ERRORS, runtime_of, unless_gone
@@ -46,9 +47,14 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answer a conversation."""
     runtime = runtime_of(request)
     log_request(runtime.settings.log_requests, "/v1/chat/completions", body)
-    form = ChatFormat(AnswerOptions.of(body), bool(body.offered_tools))
+    form = ChatFormat(AnswerOptions.of(body), bool(body.offered_tools), bool(body.functions))
     generate = partial(chat_generation, runtime, body, tenant_of(request, body.user))
-    return await unless_gone(request, _response(body, generate, form))
+    try:
+        return await unless_gone(request, _response(body, generate, form))
+    except InvalidRequest as error:
+        if body.functions and error.param == "tools":
+            error.param = "functions"  # the name that the client sent
+        raise
 
 
 async def _response(body: GenerationRequest, generate: Generate, form: Format) -> Response:

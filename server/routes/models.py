@@ -13,8 +13,9 @@ router = APIRouter(prefix="/v1", tags=["models"])
 
 @router.get("/models", responses={status: ERRORS[status] for status in (401, 403, 500)})
 async def list_models(request: Request) -> ModelList:
-    """List the one served model."""
-    return ModelList(data=[_card(runtime_of(request))])
+    """List the one served model, under each of its names."""
+    runtime = runtime_of(request)
+    return ModelList(data=[_card(runtime, name) for name in runtime.settings.served_names])
 
 
 @router.get("/models/{model_id:path}", responses={status: ERRORS[status] for status in (401, 403, 404, 500, "default")})
@@ -22,12 +23,12 @@ async def get_model(model_id: str, request: Request) -> ModelCard:
     """Describe the served model."""
     runtime = runtime_of(request)
     require_served(runtime, model_id)
-    return _card(runtime)
+    return _card(runtime, model_id)
 
 
-def _card(runtime: Runtime) -> ModelCard:
+def _card(runtime: Runtime, name: str) -> ModelCard:
     try:
         max_model_len = runtime.engine.model.max_model_len
     except EngineUnavailable:
         max_model_len = None
-    return ModelCard(id=runtime.settings.served_name, created=runtime.created_s, max_model_len=max_model_len)
+    return ModelCard(id=name, created=runtime.created_s, max_model_len=max_model_len)

@@ -13,8 +13,10 @@ from starlette.types import Receive, Scope
 
 from server.http.errors import InvalidRequest, UnsupportedMediaType
 from server.http.unknown_fields import without_unknown
+from server.runtime import Runtime
 from server.schemas.common import MAX_BIASED_TOKENS
 from server.schemas.exact_json import with_written_floats
+from server.schemas.strict import Ignored
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +24,7 @@ log = logging.getLogger(__name__)
 _MAX_KEYS = MAX_BIASED_TOKENS
 # Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, need.
 _MAX_CONTAINERS = 16384
-_WITH_SCHEMAS = frozenset({"response_format", "structured_outputs", "text", "tools"})  # decimals in these are not rounded
+_WITH_SCHEMAS = frozenset({"response_format", "structured_outputs", "text", "tools", "functions"})  # decimals are not rounded
 _MAX_WARNED = 256  # names of unknown fields that are logged; clients choose them
 IGNORED_HEADER = "X-Ignored-Parameters"
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with an optional end: linear time on any body
@@ -41,7 +43,9 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route whose handler gets a StrictRequest without the ignored unknown fields. A header of the answer names these.
+    """A route whose handler gets a StrictRequest without the ignored unknown fields.
+
+    A header of the answer names the ignored fields: these, and known ones that are marked as Ignored.
 
     The handler may have named ignored options in that header already.
     """
@@ -49,15 +53,21 @@ class StrictRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler."""
         handle = super().get_route_handler()
-        known = _fields_of(self.dependant.body_params[0].field_info.annotation)
+        model = self.dependant.body_params[0].field_info.annotation
+        known, marks = _fields_of(model), _marks_of(model)
         warned: set[str] = set()
 
         async def handle_strictly(request: Request) -> Response:
             body = await request.body()
             value = parsed_body(body, request.headers.get("content-type"))
+            runtime: Runtime = request.app.state.runtime
             ignored: list[str] = []
-            if isinstance(value, dict) and not request.app.state.runtime.settings.strict:
+            if isinstance(value, dict) and not runtime.settings.strict:
                 value, ignored = without_unknown(value, known)
+            if isinstance(value, dict):
+                named = [name for name in marks if name in value]
+                variables = runtime.template_variables
+                ignored += [name for name in named if marks[name].is_dropped(name, value[name], variables)]
             strict = StrictRequest(request.scope, request.receive, value)
             strict._body = body  # starlette caches a body that was read under this name
             response = await handle(strict)
@@ -75,12 +85,17 @@ def _fields_of(model: Any) -> frozenset[str]:
     return frozenset(name for key, field in model.model_fields.items() for name in (key, field.alias) if name)
 
 
+def _marks_of(model: Any) -> dict[str, Ignored]:
+    """Return the fields of a request model that are marked as Ignored."""
+    return {name: mark for name, field in model.model_fields.items() for mark in field.metadata if isinstance(mark, Ignored)}
+
+
 def _warn_once(names: Iterable[str], warned: set[str]) -> None:
     """Log each name the first time that it is ignored, up to a maximum number of names."""
     new = [name for name in names if name not in warned]
     if new and len(warned) < _MAX_WARNED:
         warned.update(new)
-        log.warning("unknown parameters are ignored, here and from now on: %s", ", ".join(new))
+        log.warning("parameters are ignored, here and from now on: %s", ", ".join(new))
 
 
 def parsed_body(body: bytes, content_type: str | None) -> Any:

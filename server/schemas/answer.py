@@ -12,12 +12,13 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """Acceptance of a prediction, summed over the choices.
+    """Tokens of the reasoning, and acceptance of a prediction, summed over the choices.
 
-    Both count drafted tokens of the prediction. Accepted ones are in the completion. Rejected ones are not, and no other count
-    includes them.
+    Reasoning is part of the completion. The others count drafted tokens of the prediction. Accepted ones are in the completion.
+    Rejected ones are not, and no other count includes them.
     """
 
+    reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 

@@ -7,11 +7,21 @@ from pydantic import BaseModel, Field, model_validator
 from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_LOGPROBS, GenerationRequest
 from server.schemas.messages import Messages, TemplateOptions
-from server.schemas.strict import MAX_INTEGER, Name, Neutral, misfit
-from server.schemas.tools import AnswerCall, CallDelta, NamedTool, Tool, ToolChoice
+from server.schemas.strict import MAX_INTEGER, Ignored, Name, misfit
+from server.schemas.tools import (
+    AnswerCall,
+    AnswerFunction,
+    CallDelta,
+    FunctionDelta,
+    FunctionName,
+    Functions,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
 from server.schemas.trace import StepTrace
 
-ChatFinish = Literal["stop", "length", "tool_calls"]
+ChatFinish = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class ChatRequest(TemplateOptions, GenerationRequest):
@@ -25,15 +35,38 @@ class ChatRequest(TemplateOptions, GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: ToolChoice | None = Field(None, description="Whether tools are called, and which; default auto.")
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call; default true.")
-    service_tier: Annotated[object, Neutral("auto", "default")] = None
-    store: Annotated[object, Neutral(False)] = None
-    metadata: dict[Name, Name] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
+    functions: Functions | None = Field(None, description="The form before tools. At most one is called, in function_call.")
+    function_call: Literal["none", "auto"] | FunctionName | None = Field(None, description="The form before tool_choice.")
+    include_reasoning: bool | None = Field(None, description="False: reasoning is left out of the answer; default true.")
+    separate_reasoning: bool | None = Field(None, description="False: reasoning stays in the content; default true.")
+    service_tier: Annotated[Name | None, Ignored("auto", "default")] = None
+    store: Annotated[bool | None, Ignored(False)] = None
+    metadata: Annotated[dict[Name, Name] | None, Field(max_length=16), Ignored({})] = None
+    verbosity: Annotated[Name | None, Ignored("medium")] = None
+    safety_identifier: Annotated[Name | None, Ignored()] = None
+    prompt_cache_key: Annotated[Name | None, Ignored()] = None
+    prompt_cache_retention: Annotated[Name | None, Ignored("in_memory", "in-memory")] = None
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise misfit("top_logprobs", "top_logprobs is accepted only with logprobs: true")
         return self
+
+    @model_validator(mode="after")
+    def _functions_are_tools(self) -> Self:
+        """Return the request with tools for its functions. It keeps the functions: they set the form of the answer."""
+        chosen, functions = self.function_call, self.functions or []
+        if isinstance(chosen, FunctionName) and chosen.name not in [function.name for function in functions]:
+            raise misfit("function_call.name", "no function of functions has this name")
+        if not functions:
+            return self
+        for field in ("tools", "tool_choice", "parallel_tool_calls"):
+            if getattr(self, field):
+                raise misfit(field, f"{field} is not accepted beside functions")
+        choice = NamedTool(type="function", function=chosen) if isinstance(chosen, FunctionName) else chosen
+        tools = [Tool(type="function", function=function) for function in functions]
+        return self.model_copy(update={"tools": tools, "tool_choice": choice, "parallel_tool_calls": False})
 
     @model_validator(mode="after")
     def _chosen_tools_are_given(self) -> Self:
@@ -85,9 +118,12 @@ class AssistantMessage(BaseModel):
     """The answer."""
 
     role: Literal["assistant"] = "assistant"
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="The same text as reasoning_content.")
     content: str | None
     refusal: None = None
     tool_calls: list[AnswerCall] | None = None
+    function_call: AnswerFunction | None = Field(None, description="The call, if the request has functions.")
 
 
 class ChatChoice(BaseModel):
@@ -119,8 +155,11 @@ class Delta(BaseModel):
     """The part of a message in one chunk."""
 
     role: Literal["assistant"] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     content: str | None = None
     tool_calls: list[CallDelta] | None = None
+    function_call: FunctionDelta | None = None
 
 
 class ChunkChoice(BaseModel):

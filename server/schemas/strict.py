@@ -5,6 +5,7 @@ as `Neutral`: its neutral values change nothing and are accepted. Any other valu
 """
 
 import json
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, StringConstraints
@@ -37,6 +38,21 @@ class Neutral:
         if any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self._values):
             return value
         raise ValueError(f"not supported by this server; accepted: {', '.join(map(json.dumps, self._values))}")
+
+
+class Ignored:
+    """Marks a field that is accepted and changes no text. An answer's header names it, unless its value is null or in `neutral`.
+
+    A field that the chat template reads (`is_variable`) is not ignored.
+    """
+
+    def __init__(self, *neutral: object, is_variable: bool = False) -> None:
+        self._neutral = (None, *neutral)
+        self._is_variable = is_variable
+
+    def is_dropped(self, name: str, value: object, variables: Collection[str]) -> bool:
+        """Return whether the value would be expected to have an effect. `variables` are those of the chat template."""
+        return value not in self._neutral and not (self._is_variable and name in variables)
 
 
 def misfit(param: str, reason: str) -> PydanticCustomError:

@@ -26,8 +26,9 @@ class TokenizeRequest(TemplateOptions):
         if self.messages is None and (self.add_generation_prompt is not None or self.continue_final_message is not None):
             param = "continue_final_message" if self.add_generation_prompt is None else "add_generation_prompt"
             raise misfit(param, f"{param} is accepted only with messages")
-        if self.messages is None and self.tools:
-            raise misfit("tools", "tools are accepted only with messages")
+        for field in ("tools", "chat_template_kwargs", "reasoning_effort"):
+            if self.messages is None and getattr(self, field):
+                raise misfit(field, f"{field} is accepted only with messages")
         return self
 
 

@@ -75,6 +75,17 @@ def _names_differ(tools: list[Tool]) -> list[Tool]:
     return tools
 
 
+def _function_names_differ(functions: list[FunctionDefinition]) -> list[FunctionDefinition]:
+    names = [function.name for function in functions]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise misfit(f"functions.{at}.name", f"two functions have the name {name}")
+    return functions
+
+
+Functions = Annotated[
+    list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_function_names_differ)
+]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_names_differ)]
 
 

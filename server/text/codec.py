@@ -6,18 +6,17 @@ Knows the tokenizer of the served model. Does not know requests, engines or HTTP
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
-
-from jinja2 import TemplateError
 
 from engine.utils.progress_bar import quiet_libraries
 from engine.weights import pretrained
 from server.text.chat_text import ControlMask, strings_of, unused_mark
 from server.text.control_tokens import ControlFinder, TextSegment
 from server.text.detokenizer import Detokenizer
+from server.text.template_variables import template_variables
 from server.text.tokenizer_info import tokenizer_info
 from server.text.tokenizer_thread import TokenizerThread
 
@@ -64,8 +63,9 @@ class Tokenizer(Protocol):
         *,
         add_generation_prompt: bool,
         tokenize: bool,
+        **variables: Any,
     ) -> str:
-        """Return the prompt text of a conversation, with the tools that the template shows."""
+        """Return the prompt text of a conversation, with the tools that the template shows. It reads `variables` too."""
         ...
 
 
@@ -74,11 +74,13 @@ class ChatForm:
     """How a conversation becomes a prompt: it ends where the assistant's text begins, after the last message, or inside it.
 
     `adds_special_tokens` adds the special tokens that the model expects around a bare text. Most templates write them themselves.
+    `variables` are the client's own variables of the template, by name.
     """
 
     opens_answer: bool = True
     continues_last: bool = False
     adds_special_tokens: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class TextCodec:
         self._token_texts: dict[int, TokenText] = {}
         self.longest_token_bytes = _longest_bytes(vocab)
         self.info = tokenizer_info(tokenizer, len(vocab), self._controls)
+        self.template_variables = template_variables(tokenizer.chat_template)
         self.thread = TokenizerThread()
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -125,8 +128,9 @@ class TextCodec:
 
     def encode_chat(self, messages: Messages, form: ChatForm = ChatForm(), tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation. Raises TextError with the template's reason."""
-        mask = ControlMask([*messages, *tools], self._finder)
-        prompt = self._rendered([mask.masked(message) for message in messages], form, [mask.masked(tool) for tool in tools])
+        mask = ControlMask([*messages, *tools, form.variables], self._finder)
+        masked = replace(form, variables=mask.masked(form.variables))
+        prompt = self._rendered([mask.masked(message) for message in messages], masked, [mask.masked(tool) for tool in tools])
         if mask.is_needed:
             ids = [i for part in mask.parts(prompt) for i in self._part_ids(part)]
         else:
@@ -136,29 +140,33 @@ class TextCodec:
 
     def rendered(self, messages: Messages, tools: Tools = ()) -> str:
         """Return a conversation rendered by the chat template, with no prompt for an answer. Raises TextError with its reason."""
-        return self._from_template(list(map(dict, messages)), list(map(dict, tools)), False)
+        return self._from_template(list(map(dict, messages)), list(map(dict, tools)), False, {})
 
     def _rendered(self, conversation: list[dict[str, Any]], form: ChatForm, tools: list[dict[str, Any]]) -> str:
         if not form.continues_last:
-            return self._from_template(conversation, tools, form.opens_answer)
+            return self._from_template(conversation, tools, form.opens_answer, form.variables)
         # The template may write any text after the last message, even the message again: a mark shows where it ends.
-        mark = unused_mark(strings_of([*conversation, *tools]))
+        mark = unused_mark(strings_of([*conversation, *tools, form.variables]))
         *earlier, last = conversation
         if "content" not in last or "tool_calls" in last:
             raise TextError("the last message ends in calls of tools, so it cannot be continued")
-        text = self._from_template([*earlier, {**last, "content": last["content"] + mark}], tools, False)
+        text = self._from_template([*earlier, {**last, "content": last["content"] + mark}], tools, False, form.variables)
         if text.count(mark) != 1:
             raise TextError("the model's chat template does not write the last message once, so it cannot be continued")
         return text.partition(mark)[0]
 
-    def _from_template(self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]], opens_answer: bool) -> str:
+    def _from_template(
+        self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]], opens_answer: bool, variables: Mapping[str, Any]
+    ) -> str:
         if not self._tokenizer.chat_template:
             raise TextError("this model has no chat template; use /v1/completions")
+        if taken := variables.keys() & self._tokenizer.special_tokens_map.keys():
+            raise TextError(f"chat_template_kwargs: {min(taken)} is a special token of this model")
         try:
             return self._tokenizer.apply_chat_template(
-                conversation, tools or None, add_generation_prompt=opens_answer, tokenize=False
+                conversation, tools or None, add_generation_prompt=opens_answer, tokenize=False, **variables
             )
-        except (TemplateError, TypeError, ValueError) as error:  # operations in a template raise the latter two
+        except Exception as error:  # an operation in a template may raise any error
             raise TextError(f"the model's chat template refuses these messages: {error}") from error
 
     def _part_ids(self, part: TextSegment) -> list[int]:

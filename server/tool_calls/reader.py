@@ -16,10 +16,11 @@ class CallPiece:
 
 @dataclass(frozen=True, slots=True)
 class ReadText:
-    """The newly certain parts of a text: content, and pieces of calls."""
+    """The newly certain parts of a text: content, pieces of calls, and reasoning."""
 
     content: str = ""
     calls: tuple[CallPiece, ...] = ()
+    reasoning: str = ""
 
 
 class CallReader(Protocol):

@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.core.types import Grammar, GrammarKind
 from server.http.errors import InvalidRequest
+from server.reasoning.use import NO_REASONING, ReasoningUse
 from server.schemas.chat import ChatRequest
 from server.schemas.messages import Message
 from server.schemas.tools import NamedTool, Tool
@@ -20,22 +21,23 @@ _ANY_OBJECT = {"type": "object"}
 class ToolUse:
     """The functions that a request's answers may call, in which syntax, and how many at most (None: any number).
 
-    Without a syntax all text is content. `grammar` constrains the text; None leaves it free.
+    Without a syntax all text is content. `grammar` constrains the text; None leaves it free. Calls are behind the `reasoning`.
     """
 
     names: frozenset[str] = frozenset()
     syntax: CallSyntax | None = None
     max_calls: int | None = None
     grammar: Grammar | None = None
+    reasoning: ReasoningUse = NO_REASONING
 
     @property
     def markers(self) -> tuple[str, ...]:
         """The markup that detokenizing must keep in the text."""
-        return self.syntax.markers if self.syntax else ()
+        return (*(self.syntax.markers if self.syntax else ()), *self.reasoning.kept_tokens)
 
     def reader(self) -> CallReader:
         """Return the parser of one text."""
-        return self.syntax.reader(self.names, self.max_calls) if self.syntax else PlainReader()
+        return self.reasoning.reader(self.syntax.reader(self.names, self.max_calls) if self.syntax else PlainReader())
 
 
 NO_TOOLS = ToolUse()

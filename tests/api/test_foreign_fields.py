@@ -11,11 +11,13 @@ from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
 from tests.api.harness import MODEL, chat, completion, in_process
 from tests.fake_engine import FakeEngine
+from tests.tokenizers_for_tests import CHAT_TEMPLATE, byte_level
 
 URL = "/v1/completions"
 HARMLESS = {
     "safety_identifier": "abc",
     "prompt_cache_key": "k",
+    "prompt_cache_options": {"ttl": 5},
     "langfuse-tags": ["x"],
     "mirostat_tau": 5.0,
     "trace.id": {"a": 1},
@@ -49,6 +51,76 @@ async def test_what_changes_texts_elsewhere_is_refused_by_name_unless_it_is_neut
         error = (await client.post(URL, json=completion(mirostat=2))).json()["error"]
         assert (error["param"], error["message"]) == ("mirostat", "mirostat: not supported by this server; accepted: null, 0")
         assert (await client.post(URL, json=completion(mirostat=0))).status_code == 200
+
+
+OPENAIS: dict[str, tuple[object, ...]] = {  # fields of OpenAI's that change no text here: values that are dropped, and none are
+    "store": (True,),
+    "metadata": ({"team": "x"},),
+    "service_tier": ("flex", "priority"),
+    "verbosity": ("low", "high"),
+    "safety_identifier": ("user-5",),
+    "prompt_cache_key": ("k",),
+    "prompt_cache_retention": ("24h",),
+    "reasoning_effort": ("low", "none"),
+}
+NEUTRAL_VALUES = {"store": False, "metadata": {}, "service_tier": "auto", "verbosity": "medium", "reasoning_effort": None}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+async def test_neutral_fields_of_openai_are_named(strict: bool):
+    """langchain, litellm and the Vercel SDK send reasoning_effort, verbosity, store and metadata; each was a 400."""
+    engine = FakeEngine()
+    async with in_process(engine, strict=strict) as client:
+        plain = (await client.post("/v1/chat/completions", json=chat())).json()["choices"]
+        for stream in (False, True):
+            for name, values in OPENAIS.items():
+                for value in values:
+                    response = await client.post("/v1/chat/completions", json=chat(**{name: value}, stream=stream))
+                    assert (response.status_code, response.headers.get("x-ignored-parameters")) == (200, name), response.text
+                    assert stream or response.json()["choices"] == plain
+        everything = {name: values[0] for name, values in OPENAIS.items()}
+        response = await client.post("/v1/chat/completions", json=chat(**everything))
+        assert {*response.headers["x-ignored-parameters"].split(", ")} == {*OPENAIS}
+        neutral = await client.post("/v1/chat/completions", json=chat(**NEUTRAL_VALUES))
+        assert "x-ignored-parameters" not in neutral.headers
+    assert len({request.prompt_ids for request in engine.requests}) == 1
+
+
+async def test_completions_refuse_effort_alone():
+    async with in_process(FakeEngine()) as client:
+        for name in ("store", "verbosity", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
+            response = await client.post(URL, json=completion(**{name: OPENAIS[name][0]}))
+            assert (response.status_code, response.headers["x-ignored-parameters"]) == (200, name)
+        response = await client.post(URL, json=completion(reasoning_effort="low"))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning_effort")
+
+
+EFFORT = (
+    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}Effort: {{ reasoning_effort }}\n"
+)
+
+
+async def test_effort_reaches_templates_that_read_it(monkeypatch: pytest.MonkeyPatch):
+    """It is named as ignored only where the template does not read it."""
+    monkeypatch.setattr(byte_level(), "chat_template", EFFORT + CHAT_TEMPLATE)
+    engine, url = FakeEngine(), "/v1/chat/completions"
+    async with in_process(engine) as client:
+        for fields in ({"reasoning_effort": "high"}, {"chat_template_kwargs": {"reasoning_effort": "high"}}, {}):
+            response = await client.post(url, json=chat(**fields))
+            assert (response.status_code, "x-ignored-parameters" in response.headers) == (200, False)
+        both = {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}
+        response = await client.post(url, json=chat(**both))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning_effort")
+        forged = await client.post(url, json=chat(reasoning_effort="<|end|>"))
+        assert forged.status_code == 200
+        tokens = await client.post("/tokenize", json={"messages": chat()["messages"], "reasoning_effort": "high"})
+        assert tokens.json()["tokens"] == list(engine.requests[0].prompt_ids)
+        bare = await client.post("/tokenize", json={"prompt": "x", "reasoning_effort": "high"})
+        assert (bare.status_code, bare.json()["error"]["param"]) == (400, "reasoning_effort")
+    prompts = [byte_level().decode(request.prompt_ids).splitlines()[0] for request in engine.requests]
+    assert prompts == ["Effort: high", "Effort: high", "Effort: medium", "Effort: <|end|>"]
+    end = byte_level().convert_tokens_to_ids("<|end|>")
+    assert engine.requests[-1].prompt_ids.count(end) == engine.requests[0].prompt_ids.count(end)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from tests.fake_engine import FakeEngine
 TEXTS = {
     "text",
     "content",
+    "reasoning",
+    "reasoning_content",
     "prompt",
     "input",
     "instructions",

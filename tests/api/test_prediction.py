@@ -62,7 +62,9 @@ async def test_every_choice_gets_it_beside_whatever_else_is_asked(body):
 
 
 def counts(answer: Fields) -> Fields:
-    return dict(answer["usage"]["completion_tokens_details"])
+    details = dict(answer["usage"]["completion_tokens_details"])
+    assert details.pop("reasoning_tokens") == 0
+    return details
 
 
 @BOTH
@@ -78,7 +80,7 @@ async def test_usage_says_what_came_of_it_and_counts_it_nowhere_else(body):
         assert counts(await post(client, body())) == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
         url, fields = body(prediction=PREDICTION, n=2, stream=True, stream_options={"include_usage": True})
         response = await client.post(url, json=fields)
-        assert f'"completion_tokens_details":{{"accepted_prediction_tokens":{accepted},' in response.text.replace(" ", "")
+        assert f'"accepted_prediction_tokens":{accepted},' in response.text.replace(" ", "")
 
 
 @BOTH

@@ -82,7 +82,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {"messages": []}, "messages"),
     ("/tokenize", {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
     ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
-    ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ("/tokenize", {"prompt": "x", "colour": "red"}, "colour"),
     ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": [400]}, "tokens"),
@@ -112,7 +112,7 @@ class _LooksForTheText(TextCodec):
     """The mutant: the prompt ends behind the last place where the last message's words stand, whoever wrote them."""
 
     def _rendered(self, conversation: list[dict[str, Any]], form: ChatForm, tools: list[dict[str, Any]]) -> str:
-        text = self._from_template(conversation, tools, False)
+        text = self._from_template(conversation, tools, False, {})
         words: str = conversation[-1]["content"]
         return text[: text.rindex(words) + len(words)]
 

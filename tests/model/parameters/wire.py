@@ -67,15 +67,25 @@ EXAMPLES: dict[str, Any] = {
     "tool_choice": "required",
     "chat_template": "{{ messages }}",
     "chat_template_kwargs": {"k": 1},
+    "reasoning_effort": "low",
+    "include_reasoning": False,
+    "separate_reasoning": False,
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
     "service_tier": "flex",
     "store": True,
     "metadata": {"k": "v"},
+    "verbosity": "low",
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
 }
 _TOOLS = [{"type": "function", "function": {"name": "f"}}]
 BESIDE: dict[str, dict[str, Any]] = {  # what a field needs to be valid
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
     "tool_choice": {"tools": _TOOLS},
+    "function_call": {"functions": [{"name": "f"}]},
 }
 OTHERS: list[tuple[str, dict[str, Any]]] = [  # what else to send, by endpoint; the first field is the line's
     ("text", {"max_tokens": 0, "echo": True, "logprobs": 1}),
