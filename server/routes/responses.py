@@ -38,10 +38,7 @@ _STORED: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in
 @_bodies.post("/v1/responses", response_model=ResponsesAnswer, responses={**ALSO_A_STREAM, **ERRORS})
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a text or a conversation in the format of OpenAI's Responses API."""
-    settings = runtime_of(request).settings
-    log_request(settings.log_requests, "/v1/responses", body)
-    if body.ignored and settings.strict:
-        raise InvalidRequest(f"{body.ignored[0]}: not honoured by this server", body.ignored[0])
+    log_request(runtime_of(request).settings.log_requests, "/v1/responses", body)
     response = await unless_gone(request, _created(body, request))
     if body.ignored:
         response.headers[IGNORED_HEADER] = ", ".join(body.ignored)

@@ -80,7 +80,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
     ({"background": True}, "background"),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"reasoning": {"effort": 1}}, "reasoning.effort"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
     ({"input": "x" * 5000}, "input"),
     ({"input": []}, "input"),

@@ -363,12 +363,7 @@ async def test_options_without_effect_are_named(stream: bool):
     names = {*included, "text.verbosity", "reasoning.effort", "reasoning.summary", "prompt_cache_key"}
     async with in_process(_engine(), tokenizer=calling()) as client:
         response = await client.post(URL, json=responses(**fields, stream=stream))
-        assert response.status_code == 200
+        assert response.status_code == 200, response.text
         assert sorted(response.headers["x-ignored-parameters"].split(", ")) == sorted(names)
         plain = await client.post(URL, json=responses(stream=stream, include=[], tools=[], text={}, reasoning={}))
         assert "x-ignored-parameters" not in plain.headers
-    async with in_process(_engine(), tokenizer=calling(), strict=True) as client:
-        for name in ("text", "reasoning", "include"):
-            response = await client.post(URL, json=responses(**{name: fields[name]}, stream=stream))
-            assert response.status_code == 400
-            assert response.json()["error"]["param"].startswith(name)
