@@ -214,7 +214,7 @@ async def test_numbers_of_a_format_are_not_rounded():
 
 
 async def test_logprobs_are_those_of_a_chat():
-    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     engine = _engine("hello 日")
     async with in_process(engine, tokenizer=calling()) as client:
         answer = await both(client, **fields)
