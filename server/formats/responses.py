@@ -120,7 +120,7 @@ class ResponsesFormat:
             output=self._items,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
-            reasoning={"effort": None, "summary": None},
+            reasoning={"effort": body.reasoning and body.reasoning.effort, "summary": None},
             store=self._is_stored,
             temperature=chosen(body.temperature, self._defaults.temperature, 1.0),
             text={**text, "format": text.get("format") or {"type": "text"}},

@@ -124,9 +124,10 @@ class Conversation:
         for placed in (*self.earlier, *self.own):
             item = placed.item
             if isinstance(item, InputMessage):
-                turns.append(
-                    _Turn({"role": item.role, "content": _chat_text(item.content)}, {"content": placed.inside("content")})
-                )
+                _add_message(turns, placed)
+            elif isinstance(item, ReasoningItem):
+                if text := "".join(part.text for part in item.content or item.summary or ()):
+                    turns.append(_Turn({"role": "assistant", "reasoning_content": text}, {}))
             elif isinstance(item, FunctionCallItem):
                 call_ids.add(item.call_id)
                 _add_call(turns, placed)
@@ -173,6 +174,16 @@ def _dereferenced(placed: _Placed, known: Mapping[str, str]) -> _Placed:
     output = json.loads(known[placed.item.id])["output"]
     (item,) = _ITEMS.validate_python([item for item in output if item["id"] == placed.item.id])
     return _Placed(placed.field, item)
+
+
+def _add_message(turns: list[_Turn], placed: _Placed) -> None:
+    """Add a message. An assistant's message has the reasoning before it, as in a chat."""
+    item: InputMessage = placed.item
+    is_behind_reasoning = bool(turns) and turns[-1].message.keys() == {"role", "reasoning_content"}
+    if item.role != "assistant" or not is_behind_reasoning:
+        turns.append(_Turn({"role": item.role}, {}))
+    turns[-1].message["content"] = _chat_text(item.content)
+    turns[-1].fields["content"] = placed.inside("content")
 
 
 def _add_call(turns: list[_Turn], placed: _Placed) -> None:

@@ -38,10 +38,11 @@ _STORED: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in
 @_bodies.post("/v1/responses", response_model=ResponsesAnswer, responses={**ALSO_A_STREAM, **ERRORS})
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a text or a conversation in the format of OpenAI's Responses API."""
-    log_request(runtime_of(request).settings.log_requests, "/v1/responses", body)
+    runtime = runtime_of(request)
+    log_request(runtime.settings.log_requests, "/v1/responses", body)
     response = await unless_gone(request, _created(body, request))
-    if body.ignored:
-        response.headers[IGNORED_HEADER] = ", ".join(body.ignored)
+    if ignored := body.ignored(runtime.template_variables):
+        response.headers[IGNORED_HEADER] = ", ".join(ignored)
     return response
 
 

@@ -1,6 +1,7 @@
 """Request of POST /v1/responses, in OpenAI's format. Its answer is in responses_answer.py."""
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -114,7 +115,9 @@ class TextOptions(Strict):
 class ReasoningOptions(Strict):
     """Options of reasoning."""
 
-    effort: Name | None = Field(None, description="Ignored, and named in X-Ignored-Parameters.")
+    effort: Name | None = Field(
+        None, description="The variable reasoning_effort of the chat template; ignored, and named, by a template without it."
+    )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="Ignored, and named: reasoning is returned whole."
     )
@@ -234,13 +237,12 @@ class ResponsesRequest(Strict):
         """Whether the response is kept."""
         return self.store is not False
 
-    @property
-    def ignored(self) -> list[str]:
-        """The names of the options that are accepted and not honoured."""
+    def ignored(self, variables: Collection[str]) -> list[str]:
+        """Return the names of the options that are accepted and not honoured. `variables` are those of the chat template."""
         reasoning = self.reasoning
         options = {
             "text.verbosity": self.text and self.text.verbosity,
-            "reasoning.effort": reasoning and reasoning.effort,
+            "reasoning.effort": (reasoning and "reasoning_effort" not in variables and reasoning.effort) or None,
             "reasoning.summary": reasoning and (reasoning.summary or reasoning.generate_summary),
         }
         included = [f"include.{name}" for name in dict.fromkeys(self.include or ()) if name != LOGPROBS]
@@ -269,6 +271,7 @@ class ResponsesRequest(Strict):
             choice = choice.mode
         return fields | {
             "max_completion_tokens": self.max_output_tokens,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
             "tools": [self.functions[at].to_chat() for at in offered] or None,
             "tool_choice": choice if offered else None,
             "response_format": self.text.format.response_format if self.text and self.text.format else None,
