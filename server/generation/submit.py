@@ -50,6 +50,8 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, para
     newer = "max_completion_tokens" if param == "messages" else "max_output_tokens"
     _check_answer_tokens(runtime, body, "max_tokens" if body.max_completion_tokens is None else newer)
     use = tool_use(runtime.tool_support, body)
+    if use.grammar is not None and body.grammar is not None:  # both are in one grammar; this error names the format
+        await runtime.grammars.require(body.grammar, body.grammar_param, group_of(tenant))
     ids = await encoded_chat(runtime, group_of(tenant), body.messages, body.offered_tools, body.form, param)
     most = runtime.engine.model.defaults.max_tokens
     ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or most or 1)

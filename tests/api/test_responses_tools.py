@@ -202,6 +202,18 @@ async def test_texts_match_their_format(text_format: dict[str, Any]):
     assert answer["status"] == "completed" or text_format["type"] == "json_object"
 
 
+async def test_a_format_holds_beside_tools():
+    """As agents with an output type and tools send it."""
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    text = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    async with _served(False) as client:
+        free = await both(client, True, tools=FORCED_TOOLS, text=text, temperature=0, max_output_tokens=200)
+        forced = await both(client, True, tools=FORCED_TOOLS, text=text, tool_choice=FORCED[1], temperature=0)
+    if not called(free):
+        jsonschema_rs.validate(schema, json.loads(text_of(free)))
+    assert [name for name, _ in called(forced)] == ["weather"]
+
+
 async def test_numbers_of_a_format_are_not_rounded():
     """The bug: decimals of `text` were rounded before they became a grammar, and the answer had another number."""
     number = "0.1000000000000000055"
@@ -285,7 +297,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "z"}]}, "tools": TOOLS},
         "tool_choice.tools.0.name",
     ),
-    ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format"),
+    ({"tools": TOOLS, "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text.format"),
     ({"tools": TOOLS, **_LOGPROBS}, "include.0"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"top_logprobs": 21, **_LOGPROBS}, "top_logprobs"),
