@@ -139,7 +139,7 @@ class _Submission:
         if settings.max_answer_tokens is not None and (body.token_limit or 0) > settings.max_answer_tokens:
             reason = f"{body.token_limit} tokens are requested; max_answer_tokens of this server is {settings.max_answer_tokens}"
             raise InvalidRequest(reason, source.limit_param)
-        use, model = source.tools(), self.runtime.engine.model
+        use, model, key = source.tools(), self.runtime.engine.model, group_of(self.tenant)
         if body.speculative is not None:
             _check_tree(body.speculative, model.drafter, settings.max_tree_tokens)
         defaults = (source.default_tokens, model.defaults.max_tokens, settings.max_answer_tokens)
@@ -148,9 +148,10 @@ class _Submission:
         end_ids = require_infill(self.runtime, source.infill_param).end_ids if source.infill_param else ()
         sampling = sampling_of(model, body, max_tokens, use.grammar or body.grammar, end_ids)
         require_distribution(model, sampling, use.grammar_param or body.grammar_param)
+        if use.grammar is not None and body.grammar is not None:  # both are in one grammar; this error names the format
+            await self.runtime.grammars.require(body.grammar, body.grammar_param, key)
         if sampling.grammar is not None:
-            param = use.grammar_param or body.grammar_param
-            await self.runtime.grammars.require(sampling.grammar, param, group_of(self.tenant))
+            await self.runtime.grammars.require(sampling.grammar, use.grammar_param or body.grammar_param, key)
         return use, sampling
 
     async def _encode(self, max_tokens: int) -> tuple[list[PromptIds], tuple[PromptIds, ...], PromptIds]:

@@ -75,6 +75,12 @@ def tenant_of(request: Request, user: str | None) -> str:
     return f"{hashlib.sha256(digest).hexdigest()[:16]}/{named.hexdigest()[:32]}"
 
 
+def owner_of(request: Request) -> str:
+    """Return an opaque name of a request's key, under which its responses are stored. Empty if no key is required."""
+    digest = key_digest_of(request.scope)
+    return "" if digest is None else hashlib.sha256(digest).hexdigest()
+
+
 def cache_salt_of(tenant: str, salt: str | None, is_for_all: bool) -> str:
     """Return the salt of cached prefixes: the key, unless all keys share prefixes, and the client's salt."""
     key = "" if is_for_all else group_of(tenant)

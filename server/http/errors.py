@@ -9,6 +9,7 @@
     │   ├── ForeignPage (403, foreign_origin)
     │   └── WrongRole (403, wrong_role)
     ├── UnknownModel (404, model_not_found)
+    ├── UnknownResponse (404)
     ├── BodyTooLarge (413)
     ├── UnsupportedMediaType (415)
     ├── TooManyRequests (429, Retry-After)
@@ -35,7 +36,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.core.service import EngineBusy, EngineError, EngineUnavailable
 from server.http.anthropic_errors import WRONG_BASE, anthropic_error, is_anthropic, is_messages_path
-from server.http.validation_messages import messages_by_field, param_of
+from server.http.validation_messages import messages_by_field, of_best_forms, param_of
 from server.schemas.answer import ErrorBody, ErrorDetail
 
 MAX_ERRORS = 10
@@ -155,6 +156,13 @@ class UnknownModel(ApiError):
         super().__init__(f"the model {clipped(name, MAX_INPUT_CHARS)!r} is not served here", "model", "model_not_found")
 
 
+class UnknownResponse(ApiError):
+    """A stored response, or an item of one, that this key has not."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
 class BodyTooLarge(ApiError):
     """A body over the limit."""
 
@@ -228,6 +236,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def as_invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     """Return the 400 for validation errors: `param` is the first field, the message describes the first MAX_ERRORS."""
+    errors = of_best_forms(errors)
     unknown = [param_of(error) or "" for error in errors if error["type"] == "extra_forbidden"]
     sentences = {name: f"unknown parameter: {clipped(name, MAX_INPUT_CHARS) or repr(name)}" for name in unknown}
     for param, words in messages_by_field([error for error in errors if error["type"] != "extra_forbidden"]).items():

@@ -25,7 +25,7 @@ _MAX_KEYS = MAX_BIASED_TOKENS
 # Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, need.
 _MAX_CONTAINERS = 16384
 # Decimals in these are not rounded.
-_WITH_SCHEMAS = frozenset({"functions", "output_config", "response_format", "structured_outputs", "tools"})
+_WITH_SCHEMAS = frozenset({"functions", "output_config", "response_format", "structured_outputs", "text", "tools"})
 _MAX_WARNED = 256  # names of unknown fields that are logged; clients choose them
 IGNORED_HEADER = "X-Ignored-Parameters"
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with an optional end: linear time on any body
@@ -48,6 +48,8 @@ class StrictRoute(APIRoute):
     """A route whose handler gets a StrictRequest without the ignored unknown fields.
 
     A header of the answer names the ignored fields: these, and known ones that are marked as Ignored.
+
+    The handler may have named ignored options in that header already.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -72,6 +74,7 @@ class StrictRoute(APIRoute):
             strict = StrictRequest(request.scope, request.receive, value, ignored)
             strict._body = body  # starlette caches a body that was read under this name
             response = await handle(strict)
+            ignored += filter(None, response.headers.get(IGNORED_HEADER, "").split(", "))
             if ignored:
                 response.headers[IGNORED_HEADER] = ", ".join(ignored)
                 _warn_once(ignored, warned)

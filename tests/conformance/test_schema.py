@@ -25,7 +25,19 @@ from tests.tokenizers_for_tests import byte_level, infilling
 
 MESSAGES = ["/v1/messages", "/v1/messages/count_tokens"]
 POSTS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", *MESSAGES, "/infill", "/tokenize", "/detokenize"]
-GETS = ["/v1/models", "/v1/models/{model_id}", "/live", "/ready", "/health", "/load", "/metrics", "/version", "/tokenizer_info"]
+GETS = [
+    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/input_items",
+    "/v1/models",
+    "/v1/models/{model_id}",
+    "/live",
+    "/ready",
+    "/health",
+    "/load",
+    "/metrics",
+    "/version",
+    "/tokenizer_info",
+]
 ERRORS_OF_A_BODY = {"400", "401", "403", "404", "413", "415", "429", "431", "500", "503"}
 # Fields that a schema cannot say what else they need, or how many tokens a model has.
 _FITTING = {
@@ -39,12 +51,24 @@ _FITTING = {
         "suffix",
         "min_tokens",
     ),
+    *(
+        "text",
+        "include",
+        "reasoning",
+        "previous_response_id",
+        "tools",
+        "tool_choice",
+        "top_logprobs",
+        "logit_bias",
+        "allowed_token_ids",
+        "stop_token_ids",
+        "prompt_logprobs",
+    ),
     *("functions", "function_call", "chat_template_kwargs", "reasoning_effort"),
     *("add_generation_prompt", "continue_final_message"),
-    *("tools", "tool_choice", "top_logprobs", "logit_bias", "allowed_token_ids", "stop_token_ids", "prompt_logprobs"),
     *("output_config", "thread"),
 }
-_PLAIN = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
+_PLAIN = {"prompt": "hello", "input": "hello", "messages": [{"role": "user", "content": "hello"}]}
 _SHAPES = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -130,6 +154,10 @@ def test_what_the_schema_forbids_is_refused(url: str, document: Any, path: str, 
 @pytest.mark.parametrize("path", GETS)
 def test_what_is_only_read_is_answered_as_it_says(url: str, document: Any, path: str) -> None:
     check(url, document, path, "GET", GenerationMode.POSITIVE, 3)
+
+
+def test_what_is_removed_is_answered_as_it_says(url: str, document: Any) -> None:
+    check(url, document, "/v1/responses/{response_id}", "DELETE", GenerationMode.POSITIVE, 3)
 
 
 def test_every_error_is_declared(document: Any) -> None:
