@@ -22,6 +22,7 @@ TEXTS = {
     "instructions",
     "system",
     "arguments",
+    "output",
     "regex",
     "grammar",
     "json",
