@@ -44,7 +44,7 @@ async def encoded_chat(
     """Return the ids of a conversation with its tools; refuse parts that the model's template would leave out."""
     codec = runtime.codec
     require_shown(runtime.tool_support, messages, tools)
-    shown, shown_tools = templated(messages), templated_tools(tools)
+    shown, shown_tools = runtime.tool_support.shape.shaped(templated(messages)), templated_tools(tools)
     contents = [[message.get("content"), message.get("tool_calls")] for message in shown]
     num_bytes = sum(len(text.encode()) for text in strings_of([contents, shown_tools]))
     return await encoded(runtime, key, num_bytes, lambda: codec.encode_chat(shown, form, shown_tools), param)

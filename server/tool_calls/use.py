@@ -1,29 +1,31 @@
 """The tools of one request: how its answers are parsed, and which grammar constrains them. Refuses unsupported combinations."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from engine.core.types import Grammar, GrammarKind
 from server.http.errors import InvalidRequest
 from server.schemas.chat import ChatRequest
 from server.schemas.messages import Message
 from server.schemas.tools import NamedTool, Tool
+from server.tool_calls.arguments import Schema
+from server.tool_calls.grammars import Schemas, forced_calls, free_text_with_calls
 from server.tool_calls.reader import CallReader, PlainReader
 from server.tool_calls.support import ToolSupport
 from server.tool_calls.syntaxes import CallSyntax
 
-_ANY_OBJECT = {"type": "object"}
+_ANY_OBJECT: Schema = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The functions that a request's answers may call, in which syntax, and how many at most (None: any number).
 
-    Without a syntax all text is content. `grammar` constrains the text; None leaves it free.
+    `functions` are the schemas of their arguments. Without a syntax all text is content. `grammar` constrains the text; None
+    leaves it free.
     """
 
-    names: frozenset[str] = frozenset()
+    functions: Mapping[str, Schema] = field(default_factory=dict)
     syntax: CallSyntax | None = None
     max_calls: int | None = None
     grammar: Grammar | None = None
@@ -35,7 +37,9 @@ class ToolUse:
 
     def reader(self) -> CallReader:
         """Return the parser of one text."""
-        return self.syntax.reader(self.names, self.max_calls) if self.syntax else PlainReader()
+        if self.syntax is None:
+            return PlainReader()
+        return self.syntax.reader(self.functions, self.max_calls, is_exact=self.grammar is not None)
 
 
 NO_TOOLS = ToolUse()
@@ -63,8 +67,12 @@ def tool_use(support: ToolSupport, body: ChatRequest) -> ToolUse:
             "a text that is constrained to a format calls no tools; tool_choice none leaves them out", body.grammar_param
         )
     is_one = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
-    names = frozenset(tool.function.name for tool in body.offered_tools)
-    return ToolUse(names, support.syntax, 1 if is_one else None, _grammar(support, support.syntax, body, is_one))
+    functions = {tool.function.name: tool.function.schema_of_arguments for tool in body.offered_tools}
+    try:
+        grammar = _grammar(support, support.syntax, body, is_one)
+    except ValueError as error:
+        raise InvalidRequest(f"tools: {error}", "tools") from error
+    return ToolUse(functions, support.syntax, 1 if is_one else None, grammar)
 
 
 def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one: bool) -> Grammar | None:
@@ -73,15 +81,15 @@ def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one
     if body.tool_choice not in (None, "auto"):
         chosen = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
         forced = {one.name: one.schema_of_arguments for one in functions if chosen in (None, one.name)}
-        return Grammar(GrammarKind.LARK, syntax.forced_calls(forced, is_one, support.marker_tokens), ("", ""))
+        marks = None if syntax.writing.values == "raw" else ("", "")
+        return Grammar(GrammarKind.LARK, forced_calls(syntax, forced, is_one, support.marker_tokens), marks)
     if not any(function.strict for function in functions):
         return None
-    if syntax.opening not in support.marker_tokens:
+    if syntax.opening not in support.marker_tokens and not syntax.forms[0].is_at_start:
         reason = "strict needs a model whose calls begin with a single token, unless tool_choice forces a call"
         raise InvalidRequest(reason, "tools")
-    schemas: Mapping[str, Mapping[str, Any]] = {
-        function.name: function.schema_of_arguments if function.strict else _ANY_OBJECT for function in functions
-    }
-    marks = (syntax.markers[0], syntax.markers[1])
-    json_marks = marks if all(mark in support.marker_tokens for mark in marks) else None
-    return Grammar(GrammarKind.LARK, syntax.free_text_with_calls(schemas, support.marker_tokens), json_marks)
+    schemas: Schemas = {function.name: function.schema_of_arguments if function.strict else _ANY_OBJECT for function in functions}
+    marks = syntax.json_marks
+    if marks is not None and not all(mark in support.marker_tokens for mark in marks if mark):
+        marks = None
+    return Grammar(GrammarKind.LARK, free_text_with_calls(syntax, schemas, support.marker_tokens), marks)
