@@ -79,7 +79,7 @@ class Runtime:
         self._tokenizer: Tokenizer | None = None
         self._codec: TextCodec | None = None
         self.grammars = GrammarCheck(self._describe_vocabulary)
-        self.tool_support = ToolSupport()
+        self._tool_support = ToolSupport()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
         engine.add_listener(self.metrics.steps.on_step)
@@ -91,6 +91,12 @@ class Runtime:
         if self._codec is None or self._is_stopping:
             raise EngineUnavailable("the server is shutting down" if self._is_stopping else "the model is loading")
         return self._codec
+
+    @property
+    def tool_support(self) -> ToolSupport:
+        """What the model's template supports of tools; raises EngineUnavailable as `codec` does."""
+        _ = self.codec
+        return self._tool_support
 
     @property
     def is_ready(self) -> bool:
@@ -119,8 +125,9 @@ class Runtime:
         try:
             tokenizer = await _in_daemon_thread(self._load_tokenizer)
             await self.engine.start()
-            self._tokenizer, self._codec = tokenizer, TextCodec(tokenizer)
-            self.tool_support = tool_support(self._codec, self.settings.tool_call_parser)
+            codec = TextCodec(tokenizer)
+            self._tool_support = tool_support(codec, self.settings.tool_call_parser)
+            self._tokenizer, self._codec = tokenizer, codec
             self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
             log.info("serving %s", self.settings.served_name)
             await self._failure()

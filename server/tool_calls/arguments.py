@@ -87,7 +87,7 @@ class XmlArguments(_FieldsReader):
     A newline on either side of a value belongs to the markup. A value ends at the first end that more markup follows.
     """
 
-    _next = r"~(?:</function>|<parameter=(?P<key>[^<>\n]{1,256}+)>)"
+    _next = r"~(?:</function>|(?=</tool_call>)|<parameter=(?P<key>[^<>\n]{1,256}+)>)"
     END = "</parameter>"  # of a value
     _VALUE_END = rf"\n?+{END}(?=~(?:<parameter=|</function>|</tool_call>))"
 
