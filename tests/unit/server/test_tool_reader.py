@@ -1,4 +1,4 @@
-"""Calls read out of text in pieces, in each markup: pieces change nothing, only markup is lost, text that is no call is content."""
+"""Calls read out of text in pieces, in each markup: pieces change nothing, only markup is lost, other text is content."""
 
 import json
 import re
@@ -199,12 +199,12 @@ class _DropsRejectedMarkup(MarkupReader):
 
 
 class _DropsTextBehindCalls(MarkupReader):
-    """Treats the character behind a call as a part of its end."""
+    """Treats the first text behind a call as a part of its end."""
 
-    def _at_tail(self) -> bool:
-        has_ended = super()._at_tail()
-        self._at = min(len(self._text), self._at + has_ended)
-        return has_ended
+    def _emit_content(self, end: int) -> None:
+        if self._is_behind_call and end > self._at:
+            self._at, self._is_behind_call = end, False
+        super()._emit_content(end)
 
 
 @pytest.mark.parametrize("mutant", [_DropsRejectedMarkup, _DropsTextBehindCalls])
