@@ -246,7 +246,7 @@ class Settings(BaseSettings):
     )
     tool_call_parser: ToolCallParser = Field(
         default="auto",
-        description="How the model writes tool calls; auto: as its chat template does; none: no tools are accepted.",
+        description="Markup of tool calls (docs/api.md); auto: as the chat template shows; none: no tools are accepted.",
     )
     drafter: Literal["auto", "none", "ngram", "early-exit", "head", "model"] = Field(
         default="auto",
