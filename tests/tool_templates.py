@@ -29,7 +29,7 @@ CALLS: Mapping[str, tuple[str, str, str, str]] = {
     "mistral_v11": ("", "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}", "", ""),
     "deepseek_v3": ("<｜tool▁calls▁begin｜>", _V3, "\n", "<｜tool▁calls▁end｜>"),
     "deepseek_v31": ("<｜tool▁calls▁begin｜>", _V31, "", "<｜tool▁calls▁end｜>"),
-    "olmo3": ("<function_calls>\n", _FIELDS, "\n", "\n</function_calls>"),
+    "olmo3": ("<function_calls>\n", _FIELDS, "\n", "{{ '\n' }}</function_calls>"),
     "pythonic": ("[", _FIELDS, ", ", "]"),
     "llama3_json": ("", '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', "; ", ""),
     "json": ("", _JSON + "}", "\n", ""),

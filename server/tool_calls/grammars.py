@@ -11,8 +11,8 @@ from typing import Any
 from server.schemas.exact_json import exactly_dumped
 from server.tool_calls.arguments import Schema, XmlArguments
 from server.tool_calls.parameter_types import CONSTRAINTS, is_plain_string, json_of, types_of
-from server.tool_calls.patterns import compiled
-from server.tool_calls.syntaxes import CallSyntax, Writing
+from server.tool_calls.patterns import NAME, compiled
+from server.tool_calls.syntaxes import BARE, BARE_LIST, FENCED, CallSyntax, Writing
 
 Schemas = Mapping[str, Schema]  # of each function's arguments
 
@@ -39,17 +39,45 @@ def forced_calls(syntax: CallSyntax, schemas: Schemas, is_one: bool, tokens: Map
 
 
 def free_text_with_calls(syntax: CallSyntax, schemas: Schemas, tokens: Mapping[str, int]) -> str:
-    """Return the grammar of free text with any calls in it, or of one or the other if calls are only at the start.
+    """Return the grammar of free text with any calls in it, in the markup or as JSON without markup (the fallbacks).
 
-    The opening must be a token then, so that text cannot spell it. Raises as `forced_calls` does.
+    The opening of the markup must be a token, so that text cannot spell it, or be at the start of the text. Raises as
+    `forced_calls` does.
+
+    A lexeme of llguidance that is lazy, or has a suffix, ends as soon as it matches, before others that could go on. So text ends
+    at the name of a fallback's call. Behind it comes the rest of the call, or text. The patterns are those of the reader.
     """
-    rules = _rules(syntax.writing, schemas, False, tokens)
-    if syntax.forms[0].is_at_start:
-        first = rf"[^ \t\r\n{re.escape(syntax.opening)}]"
-        return "\n".join(["start: calls | TEXT", rf"TEXT: /[ \t\r\n]*({first}{_ANY_TEXT})?/", *rules])
-    assert syntax.opening in tokens
+    heads = (FENCED.head, BARE.head, BARE_LIST.head, FENCED.tails[0])
+    (fenced, rest), (bare, _), (bare_list, _), (more, _) = map(_around_name, heads)
     opening = re.escape(syntax.opening)
-    return "\n".join(["start: TEXT (calls TEXT)*", f"TEXT: /{_ANY_TEXT}/ & ~/{_ANY_TEXT}{opening}{_ANY_TEXT}/", *rules])
+    has_markup, is_at_start = syntax.forms[0] in syntax.strict_forms, syntax.forms[0].is_at_start
+    other = f"/{_ANY_TEXT}/ & ~/{_ANY_TEXT if has_markup and not is_at_start else _rust('~')}{opening}{_ANY_TEXT}/"
+    text = "TEXT" if is_at_start else "TEXT (calls any)?"
+    rules = [
+        f"start: {text} | fenced | first {'| calls' if has_markup and is_at_start else ''}",
+        f"any: {text} | fenced",
+        f"behind: {text} | fenced | more",
+        f"fenced: fenced_text named\nfenced_text[suffix=FENCE]: TEXT\nFENCE: /{fenced}/",
+        f"first: first_text named\nfirst_text[lazy]: /{bare}|{bare_list}/",
+        f"more: more_text named\nmore_text[lazy]: /{more}/",
+        f"named: any | {' | '.join(f'named_{at} SPACE object_{at} behind' for at in range(len(schemas)))}",
+        f"TEXT: {other if has_markup else f'/{_ANY_TEXT}/'}",
+        r"SPACE: /[ \t\r\n]{0,64}/",
+    ]
+    for at, (name, schema) in enumerate(schemas.items()):
+        rules.append(f"named_{at}[lazy]: /{name}{rest}/\nobject_{at}: %json {exactly_dumped({**schema, 'type': 'object'})}")
+    return "\n".join([*rules, *(_rules(syntax.writing, schemas, False, tokens) if has_markup else [])])
+
+
+def _around_name(pattern: str) -> tuple[str, str]:
+    """Return the parts of a pattern before and behind a call's name, up to its arguments."""
+    before, _, behind = pattern.removesuffix(r"~(?=\{)").partition(NAME)
+    return _rust(before), _rust(behind)
+
+
+def _rust(pattern: str) -> str:
+    """Return a reader's pattern as a regular expression of Rust, which needs no possessive repetitions."""
+    return re.sub(r"([?}])\+", r"\1", pattern).replace("~", r"[ \t\r\n]*")
 
 
 def _rules(writing: Writing, schemas: Schemas, is_one: bool, tokens: Mapping[str, int]) -> Iterator[str]:

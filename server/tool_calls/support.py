@@ -13,6 +13,7 @@ from types import EllipsisType
 from typing import Any
 
 from server.text.codec import TextCodec, TextError
+from server.tool_calls.markup_reader import MarkupReader
 from server.tool_calls.syntaxes import SYNTAXES, CallSyntax, ToolCallParser
 
 _TOOL, _CALL, _ANSWER = "probed_tool", "probed_call", "probed answer"
@@ -114,7 +115,7 @@ def _answer(codec: TextCodec, written: str) -> str:
 
 def _syntax_of(answer: str) -> CallSyntax | None:
     for syntax in SYNTAXES.values():
-        reader = syntax.reader({_CALL: _SCHEMA}, is_exact=True)
+        reader = MarkupReader(syntax.forced_forms, {_CALL: _SCHEMA})
         if [piece.name for piece in (*reader.feed(answer).calls, *reader.close().calls) if piece.name] == [_CALL]:
             return syntax
     return None

@@ -3,12 +3,11 @@
 The names are vLLM's where it has the markup. docs/api.md lists the models.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from server.tool_calls.arguments import JsonArguments, PythonArguments, Schema, XmlArguments
-from server.tool_calls.markup_reader import Form, MarkupReader
+from server.tool_calls.arguments import JsonArguments, PythonArguments, XmlArguments
+from server.tool_calls.markup_reader import Form
 from server.tool_calls.patterns import KEY, NAME
 
 Markup = Literal[
@@ -39,7 +38,7 @@ class Writing:
 class CallSyntax:
     """How a model writes calls.
 
-    Grammars write calls of the first of `forms`; models may write the others too. `markers` are strings of the markup that may be
+    Forced calls are of the first of `forms`; models may write the others too. `markers` are strings of the markup that may be
     tokens. Calls of the first form begin with `opening`: anywhere in a text, or only at its start. JSON is between the two
     `json_marks`, or up to the end if the second is empty.
     """
@@ -50,9 +49,16 @@ class CallSyntax:
     markers: tuple[str, ...] = ()
     json_marks: tuple[str, str] | None = None
 
-    def reader(self, functions: Mapping[str, Schema], max_calls: int | None = None, is_exact: bool = False) -> MarkupReader:
-        """Return a parser of one text; with `is_exact` it reads calls of the first form alone."""
-        return MarkupReader(self.forms[:1] if is_exact else self.forms, functions, max_calls)
+    @property
+    def forced_forms(self) -> tuple[Form, ...]:
+        """The form of texts that are calls alone by a grammar."""
+        return self.forms[:1]
+
+    @property
+    def strict_forms(self) -> tuple[Form, ...]:
+        """The forms of calls that a grammar holds to their schemas in free text."""
+        is_bare = self.forms[0].is_at_start and self.forms[0].opening == BARE.opening  # read as the fallback is
+        return (*self.forms[: not is_bare], *(replace(form, whole=None) for form in _FALLBACKS))
 
 
 def _call(arguments: str) -> str:
@@ -75,10 +81,10 @@ def _objects(opening: str, before: str, after: str, between: str, call: str = _A
     return Form(opening, f"~{before}{call}", JsonArguments, tails, f"~{before}{_ANY_OBJECT}", is_at_start)
 
 
-_FENCED = _objects("```", r"```(?:json|tool_call)?+~\[?+~", r"~\]?+~```", "~[,;]?+~")
-_BARE = _objects(r"\{", "", "", "~[,;]?+~", is_at_start=True)
-_BARE_LIST = _objects(r"\[~\{", r"\[~", r"~\]", "~,~", is_at_start=True)
-_FALLBACKS = (_FENCED, _BARE, _BARE_LIST)  # what models write instead of the markup of their template
+FENCED = _objects("```", r"```(?:json|tool_call)?+~\[?+~", r"~\]?+~```", "~[,;]?+~")
+BARE = _objects(r"\{", "", "", "~[,;]?+~", is_at_start=True)
+BARE_LIST = _objects(r"\[~\{", r"\[~", r"~\]", "~,~", is_at_start=True)
+_FALLBACKS = (FENCED, BARE, BARE_LIST)  # what models write instead of the markup of their template
 
 _HERMES = Form(
     "<tool_call>",
@@ -196,6 +202,6 @@ SYNTAXES: dict[str, CallSyntax] = {
         "{",
         ("<|python_tag|>",),
     ),
-    "json": CallSyntax((_BARE, _FENCED, _BARE_LIST), Writing(r'"{\"name\": \"NAME\", \"arguments\": "', '"}"', r'"\n"'), "{"),
+    "json": CallSyntax((BARE, FENCED, BARE_LIST), Writing(r'"{\"name\": \"NAME\", \"arguments\": "', '"}"', r'"\n"'), "{"),
 }  # fmt: skip
 assert tuple(SYNTAXES) == get_args(Markup)

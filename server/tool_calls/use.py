@@ -10,6 +10,7 @@ from server.schemas.messages import Message
 from server.schemas.tools import NamedTool, Tool
 from server.tool_calls.arguments import Schema
 from server.tool_calls.grammars import Schemas, forced_calls, free_text_with_calls
+from server.tool_calls.markup_reader import Form, MarkupReader
 from server.tool_calls.reader import CallReader, PlainReader
 from server.tool_calls.support import ToolSupport
 from server.tool_calls.syntaxes import CallSyntax
@@ -21,12 +22,13 @@ _ANY_OBJECT: Schema = {"type": "object"}
 class ToolUse:
     """The functions that a request's answers may call, in which syntax, and how many at most (None: any number).
 
-    `functions` are the schemas of their arguments. Without a syntax all text is content. `grammar` constrains the text; None
-    leaves it free.
+    `functions` are the schemas of their arguments. Without a syntax all text is content. `forms` are those of its calls that are
+    read. `grammar` constrains the text; None leaves it free.
     """
 
     functions: Mapping[str, Schema] = field(default_factory=dict)
     syntax: CallSyntax | None = None
+    forms: tuple[Form, ...] = ()
     max_calls: int | None = None
     grammar: Grammar | None = None
 
@@ -37,9 +39,7 @@ class ToolUse:
 
     def reader(self) -> CallReader:
         """Return the parser of one text."""
-        if self.syntax is None:
-            return PlainReader()
-        return self.syntax.reader(self.functions, self.max_calls, is_exact=self.grammar is not None)
+        return MarkupReader(self.forms, self.functions, self.max_calls) if self.forms else PlainReader()
 
 
 NO_TOOLS = ToolUse()
@@ -72,7 +72,10 @@ def tool_use(support: ToolSupport, body: ChatRequest) -> ToolUse:
         grammar = _grammar(support, support.syntax, body, is_one)
     except ValueError as error:
         raise InvalidRequest(f"tools: {error}", "tools") from error
-    return ToolUse(functions, support.syntax, 1 if is_one else None, grammar)
+    is_forced = body.tool_choice not in (None, "auto")
+    free_forms = support.syntax.forms if grammar is None else support.syntax.strict_forms
+    forms = support.syntax.forced_forms if is_forced else free_forms
+    return ToolUse(functions, support.syntax, forms, 1 if is_one else None, grammar)
 
 
 def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one: bool) -> Grammar | None:

@@ -430,7 +430,7 @@ def test_last_allowed_call_ends_the_reading():
 @pytest.mark.parametrize("markup", MARKUPS)
 def test_reading_ends_at_a_forced_call(markup: str):
     """The end of the text that a grammar of one call writes is certain, so that the engine can stop there."""
-    reader = SYNTAXES[markup].reader(FUNCTIONS, 1, is_exact=True)
+    reader = MarkupReader(SYNTAXES[markup].forced_forms, FUNCTIONS, 1)
     reader.feed(rendered_calls(markup, [("f", {"s": "a"})]))
     assert reader.is_done
 
