@@ -18,6 +18,7 @@ Schemas = Mapping[str, Schema]  # of each function's arguments
 
 _AS_TOJSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MARKER = re.compile("«(.*?)»")
+_MAX_DEFINITION_CHARS = 1 << 19  # of one function: each argument with a reference has a copy
 _EMPTY = '""'
 _ANY_TEXT = "(?s:.*)"
 # Words of an object's schema that a grammar of single fields cannot hold it to.
@@ -106,8 +107,7 @@ def _field_rules(writing: Writing, rule: str, schema: Schema) -> Iterator[str]:
     if unfit := sorted(_OF_OBJECTS & schema.keys()):
         raise ValueError(f"{unfit[0]} of the arguments themselves cannot be enforced in the markup of this model's calls")
     fields = _fields(schema)
-    required = frozenset(schema.get("required", ()))
-    following = [f"{writing.field_separator} {rule}_{at}" for at in range(len(fields))]
+    keys, required = list(fields), frozenset(schema.get("required", ()))
     for at, (key, value) in enumerate(fields.items()):
         if not compiled(writing.keys).fullmatch(key):
             raise ValueError(f"the markup of this model's calls cannot write an argument named {key!r}")
@@ -115,27 +115,34 @@ def _field_rules(writing: Writing, rule: str, schema: Schema) -> Iterator[str]:
         yield f"{rule}_{at}: {before} {rule}_{at}_value {after} {rule}_{at}_rest"
         value_rule = f"{rule}_{at}_value"
         yield from _raw_value(value_rule, value, schema) if writing.values == "raw" else [f"{value_rule}: {_json_value(value)}"]
-        skipped = [] if at + 1 < len(fields) and list(fields)[at + 1] in required else [f"{rule}_{at + 1}_rest"]
-        yield f"{rule}_{at}_rest: {' | '.join([following[at + 1], *skipped]) if at + 1 < len(fields) else _EMPTY}"
-    first_required = next((at for at, key in enumerate(fields) if key in required), None)
-    firsts = [f"{rule}_{at}" for at in range(len(fields) if first_required is None else first_required + 1)]
+        following = f"{writing.field_separator} {rule}_{at + 1}"
+        if at + 1 == len(keys):
+            following = _EMPTY
+        elif keys[at + 1] not in required:
+            following += f" | {rule}_{at + 1}_rest"
+        yield f"{rule}_{at}_rest: {following}"
+    first_required = next((at for at, key in enumerate(keys) if key in required), None)
+    firsts = [f"{rule}_{at}" for at in range(len(keys) if first_required is None else first_required + 1)]
     yield f"{rule}: {' | '.join([*firsts, *([_EMPTY] if first_required is None else [])])}"
 
 
 def _fields(schema: Schema) -> dict[str, dict[str, Any]]:
     """Return the schema of each argument that has one or is required, with the definitions that it refers to."""
+    _require_local(schema)
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    others = {key: schema.get("additionalProperties", True) for key in required if key not in properties}
     definitions = {word: schema[word] for word in _DEFINITIONS if word in schema}
-    others = schema.get("additionalProperties", True)
-    values = {**dict.fromkeys(schema.get("required", ()), others), **schema.get("properties", {})}
-    ordered = [*schema.get("properties", {}), *values]
+    num_chars = len(json.dumps(definitions))
     fields: dict[str, dict[str, Any]] = {}
-    for key in dict.fromkeys(ordered):
-        value = {} if values[key] is True else values[key]
-        if value is False and key in schema.get("required", ()):
+    for key, value in {**properties, **others}.items():
+        if value is False and key in required:
             raise ValueError(f"no value satisfies the schema of the argument {key!r}")
         if value is not False:
-            fields[key] = {**value, **definitions}
-            _require_local(fields[key])
+            has_references = value is not True and '"$ref"' in json.dumps(value)
+            fields[key] = {**({} if value is True else value), **(definitions if has_references else {})}
+            num_chars += len(json.dumps(definitions)) if has_references else 0
+        if num_chars > _MAX_DEFINITION_CHARS:
+            raise ValueError("too many arguments have references for the markup of this model's calls")
     return fields
 
 
@@ -155,15 +162,17 @@ def _json_value(schema: Schema) -> str:
 def _raw_value(rule: str, schema: dict[str, Any], root: Schema) -> Iterator[str]:
     """Yield the rules of a value and its end: strings are raw text, other values JSON."""
     if is_plain_string(schema):
-        length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+        most = int(schema["maxLength"]) if "maxLength" in schema else ""
+        length = f"{{{int(schema.get('minLength', 0))},{most}}}"
         end = re.escape(XmlArguments.END).replace("/", r"\/")
         yield f"{rule}[suffix={_quoted(XmlArguments.END)}]: {rule.upper()}"
         yield rf"{rule.upper()}: /(?s:.{length})\n/ & ~/{_ANY_TEXT}{end}{_ANY_TEXT}/"
         return
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
-    if schema.get("type") in _NUMBERS and schema.keys() <= {"type", "description", "title", "default", *_DEFINITIONS}:
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    is_alone = schema.keys().isdisjoint(_BESIDE_VALUES) and not {"enum", "const"} <= schema.keys()
+    if schema.get("type") in tuple(_NUMBERS) and schema.keys() <= {"type", "description", "title", "default", *_DEFINITIONS}:
         written = _NUMBERS[schema["type"]]
-    elif values and schema.keys().isdisjoint(_BESIDE_VALUES) and all(_is_read_back(value, root, schema) for value in values):
+    elif values and is_alone and all(_is_read_back(value, root, schema) for value in values):
         written = f"({' | '.join(map(_quoted, values))})"
     else:
         written = _json_value(schema)
@@ -174,7 +183,8 @@ def _is_read_back(value: object, root: Schema, schema: Schema) -> bool:
     """Whether a value is a string that is read back as it is, written without quotes."""
     if not isinstance(value, str) or value != value.strip() or XmlArguments.END in value:
         return False
-    return bool(json_of(value, types_of(schema, root)) == json.dumps(value, ensure_ascii=False))
+    types = types_of(schema, root)
+    return "string" in types and json_of(value, types) == _quoted(value)
 
 
 def _quoted(text: str) -> str:

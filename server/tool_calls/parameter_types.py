@@ -1,7 +1,7 @@
 """Types of arguments that a markup writes without quotes: which types a schema allows, and the JSON of such a text."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
@@ -33,11 +33,14 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that a part of the schema `root` may allow. What is not understood allows every type."""
-    return _Types(root).of(schema)
+    try:
+        return _Types(root).of(schema)
+    except RecursionError:  # references to references
+        return ALL_TYPES
 
 
 class _Types:
-    """Owns the types behind each reference, so that each is followed once."""
+    """Owns the types behind each reference, so that each is followed once. A reference may lead to what is no schema."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -47,18 +50,17 @@ class _Types:
         if not isinstance(schema, Mapping):
             return ALL_TYPES
         found = ALL_TYPES
-        if "type" in schema:
-            names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            found &= frozenset(names) | (frozenset(("integer",)) if "number" in names else frozenset())
+        if names := {name for name in _list(schema.get("type")) if isinstance(name, str)}:
+            found &= frozenset(names | ({"integer"} if "number" in names else set()))
         if "$ref" in schema:
             found &= self._of_reference(schema["$ref"])
         for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
-            if isinstance(values, Sequence):
+            if isinstance(values, list):
                 found &= frozenset[str]().union(*map(_types_of_value, values))
         for word in ("anyOf", "oneOf"):
             if isinstance(schema.get(word), list):
                 found &= frozenset[str]().union(*map(self.of, schema[word]))
-        for part in schema.get("allOf", ()):
+        for part in _list(schema.get("allOf", [])):
             found &= self.of(part)
         return found
 
@@ -72,6 +74,10 @@ class _Types:
                 target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
             self._of_references[reference] = self.of(target)
         return self._of_references[reference]
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _types_of_value(value: object) -> frozenset[str]:

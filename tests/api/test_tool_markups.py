@@ -178,6 +178,15 @@ async def test_schemas_that_fields_cannot_keep_are_refused(markup: str, schema: 
         await _choice(client, tools=tools, max_tokens=2)
 
 
+def test_grammars_of_fields_have_a_limit():
+    """Each argument with a reference has a copy of the definitions: a function of 64 KiB had a grammar of 16 MiB."""
+    schema = {"properties": {f"x{at}": {"$ref": "#/$defs/d"} for at in range(100)}, "$defs": {"d": {"description": "x" * 9000}}}
+    for markup in ("qwen3_coder", "pythonic"):
+        with pytest.raises(ValueError, match="too many arguments"):
+            forced_calls(SYNTAXES[markup], {"f": schema}, True, {})
+    assert forced_calls(SYNTAXES["hermes"], {"f": schema}, True, {})
+
+
 _FIELDS = {
     "type": "object",
     "properties": {
@@ -188,6 +197,7 @@ _FIELDS = {
         "e": {"enum": ["1", "x"]},
         "f": {"type": "number"},
         "g": {"enum": ['"q"', "x"]},
+        "h": {"type": ["string", "null"]},
     },
     "required": ["b", "z"],
     "$defs": {
@@ -210,6 +220,7 @@ _FIELDS = {
         ("qwen3_coder", {"b": '{"k": true}', "e": '"x"', "z": "null"}, False),
         ("qwen3_coder", {"b": '{"k": true}', "g": '"\\"q\\""', "z": "null"}, True),  # raw, it would be read without its quotes
         ("qwen3_coder", {"b": '{"k": true}', "g": '"q"', "z": "null"}, False),
+        ("qwen3_coder", {"b": '{"k": true}', "h": '"x"', "z": "null"}, True),
         ("qwen3_coder", {"b": '{"k": 1}', "z": "null"}, False),
         ("qwen3_coder", {"b": '{"k": true}'}, False),
         ("qwen3_coder", {"b": '{"k": true}', "d": "1", "z": "null"}, False),
