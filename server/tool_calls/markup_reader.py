@@ -18,7 +18,7 @@ from server.tool_calls.patterns import compiled
 from server.tool_calls.reader import CallPiece, ReadText, merged
 
 _SPACE = " \t\r\n"
-_UNWRITTEN_FIELDS = {"id", "type"}  # of a call, beside its name and arguments
+_OTHER_FIELDS = {"id", "type"}  # of a call, beside its name and arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class MarkupReader:
 
 @cache
 def _openings(forms: tuple[Form, ...], is_at_start: bool) -> str:
-    """Return the pattern of the openings of forms, whose groups are the forms' places in the table."""
+    """Return the pattern of the openings of forms. Its groups have the places of the forms in their names."""
     groups = {(form.is_at_start, form.opening): f"(?P<form_{at}>{form.opening})" for at, form in enumerate(forms)}
     anywhere = "|".join(group for (only_at_start, _), group in groups.items() if not only_at_start)
     start = "|".join(group for (only_at_start, _), group in groups.items() if only_at_start)
@@ -216,9 +216,9 @@ def _call_of(text: str) -> tuple[str, dict[str, Any]] | None:
         return None
     if isinstance(call, dict) and call.get("type") == "function" and isinstance(call.get("function"), dict):
         call = call["function"]  # as OpenAI's API has it
-    if not isinstance(call, dict) or not all(isinstance(call[field], str) for field in _UNWRITTEN_FIELDS & call.keys()):
+    if not isinstance(call, dict) or not all(isinstance(call[field], str) for field in _OTHER_FIELDS & call.keys()):
         return None
-    fields = call.keys() - _UNWRITTEN_FIELDS
+    fields = call.keys() - _OTHER_FIELDS
     arguments = call.get("parameters" if "parameters" in fields else "arguments", {})
     is_call = fields <= {"name", "arguments"} or fields <= {"name", "parameters"}
     return (call["name"], arguments) if is_call and isinstance(call.get("name"), str) and isinstance(arguments, dict) else None

@@ -20,7 +20,7 @@ ToolCallParser = Literal["auto", "none"] | Markup
 class Writing:
     """How a grammar writes calls, as parts of Lark rules: `«marker»` is a marker, NAME the function's name, KEY an argument's.
 
-    `values` says how arguments are written: as a JSON object, or each one as raw text or JSON between the parts of `field`.
+    `values` is how arguments are written: as a JSON object, or each one as raw text or JSON between the parts of `field`.
     """
 
     head: str
@@ -62,7 +62,7 @@ class CallSyntax:
 
 
 def _call(arguments: str) -> str:
-    """Return the pattern of a JSON object that is a call, up to its arguments, whose field is `arguments`."""
+    """Return the pattern of a JSON object that is a call, up to its arguments. `arguments` is the name of their field."""
     return rf'\{{{{1,2}}+~"name"~:~"{NAME}"~,~"(?:{arguments})"~:~(?=\{{)'  # some templates make models double the braces
 
 
