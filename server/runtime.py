@@ -141,9 +141,10 @@ class Runtime:
         try:
             tokenizer = await _in_daemon_thread(self._load_tokenizer)
             await self.engine.start()
-            self._tokenizer, self._codec = tokenizer, TextCodec(tokenizer)
-            self._tool_support = tool_support(self._codec, self.settings.tool_call_parser)
-            self.reasoning_support = reasoning_support(self._codec, self.settings.reasoning_parser)
+            codec = TextCodec(tokenizer)
+            self._tool_support = tool_support(codec, self.settings.tool_call_parser)
+            self.reasoning_support = reasoning_support(codec, self.settings.reasoning_parser)
+            self._tokenizer, self._codec = tokenizer, codec
             self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
             log.info("serving %s", self.settings.served_name)
             await self._failure()

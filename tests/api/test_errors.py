@@ -212,11 +212,17 @@ async def test_a_request_id_is_the_clients_if_it_is_sane(caplog: pytest.LogCaptu
 
 
 async def test_loading_is_503_with_a_time():
-    """The bug: tools were refused as unsupported, a 400, until the chat template was known."""
+    """The bug: with tools the answer was a 400, as what the template supports was not yet known."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
     engine = FakeEngine(start_gate=asyncio.Event())
     async with in_process(engine, waits=False) as client:
-        tools = [{"type": "function", "function": {"name": "f"}}]
-        for url, body in ((URL, completion()), ("/v1/chat/completions", chat()), ("/v1/chat/completions", chat(tools=tools))):
+        for url, body in (
+            (URL, completion()),
+            *(
+                ("/v1/chat/completions", chat(**fields))
+                for fields in ({}, {"tools": tools}, {"tools": tools, "tool_choice": "none"})
+            ),
+        ):
             response = await client.post(url, json=body)
             assert _assert_error(response, 503)["code"] == "engine_unavailable"
             assert int(response.headers["retry-after"]) >= 1
