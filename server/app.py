@@ -46,12 +46,13 @@ def create_app(
     engine: EngineService | None = None,
     tokenizer: Tokenizer | None = None,
     on_fatal: Callable[[str], None] | None = None,
+    on_loaded: Callable[[], None] | None = None,
 ) -> FastAPI:
     """Return the app. Without an `engine` it starts a worker process; without a `tokenizer` it loads that of the weights.
 
-    `on_fatal` is called on the event loop with the reason if the server can never serve (again).
+    `on_fatal` is called on the event loop with the reason if the server can never serve (again), `on_loaded` once before it is ready.
     """
-    runtime = Runtime(settings, engine or _worker(settings), lambda: tokenizer or _tokenizer_of(settings.model), on_fatal)
+    runtime = Runtime(settings, engine or _worker(settings), lambda: tokenizer or _tokenizer_of(settings.model), on_fatal, on_loaded)
     app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.runtime = runtime
     for router in (generation.router, models.router, tokens.router, operations.router):

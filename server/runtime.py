@@ -66,6 +66,7 @@ class Runtime:
         engine: EngineService,
         load_tokenizer: Callable[[], Tokenizer],
         on_fatal: Callable[[str], None] | None = None,
+        on_loaded: Callable[[], None] | None = None,
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -76,6 +77,7 @@ class Runtime:
         self.is_model_refused = False
         self._load_tokenizer = load_tokenizer
         self._on_fatal = on_fatal
+        self._on_loaded = on_loaded
         self._tokenizer: Tokenizer | None = None
         self._codec: TextCodec | None = None
         self.grammars = GrammarCheck(self._describe_vocabulary)
@@ -119,6 +121,8 @@ class Runtime:
         try:
             tokenizer = await _in_daemon_thread(self._load_tokenizer)
             await self.engine.start()
+            if self._on_loaded is not None:
+                self._on_loaded()
             self._tokenizer, self._codec = tokenizer, TextCodec(tokenizer)
             self.tool_support = tool_support(self._codec, self.settings.tool_call_parser)
             self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
