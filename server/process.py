@@ -109,7 +109,7 @@ def serve(settings: Settings) -> str | None:
 
 
 def _freeze_loaded() -> None:
-    """Exempt what is loaded from later collections: they would stop every stream and probe for a third of a second."""
+    """Exempt what is loaded from later collections: they would delay every stream and probe."""
     gc.collect()
     gc.freeze()
 

@@ -30,7 +30,7 @@ from tests.e2e.server import PROGRAM, RunningServer, running_server
 _NUM_DESCRIPTORS = 1024  # of the server
 _AT_ONCE = 50  # connections that are opened without a pause
 _SLOW_S = 0.5  # between two bytes of a slow body
-_HEALTH_S = 0.2  # between two requests for /health
+_HEALTH_S = 0.05  # between two requests for /health
 _WATCH_S = 0.2  # between two looks at what the server holds
 _LIMIT_S = 180.0  # of all of it: a server that is stopped accepts no connection
 _FLAGS = ("--drafter", "ngram", "--policy", "fixed", "--max-running", "64", "--max-model-len", "512", "--spare-worker", "false")
