@@ -46,16 +46,12 @@ def create_app(
     engine: EngineService | None = None,
     tokenizer: Tokenizer | None = None,
     on_fatal: Callable[[str], None] | None = None,
-    on_loaded: Callable[[], None] | None = None,
 ) -> FastAPI:
     """Return the app. Without an `engine` it starts a worker process; without a `tokenizer` it loads that of the weights.
 
-    On the event loop `on_fatal` is called with the reason if the server can never serve (again), and `on_loaded` once before
-    the server is ready.
+    `on_fatal` is called on the event loop with the reason if the server can never serve (again).
     """
-    runtime = Runtime(
-        settings, engine or _worker(settings), lambda: tokenizer or _tokenizer_of(settings.model), on_fatal, on_loaded
-    )
+    runtime = Runtime(settings, engine or _worker(settings), lambda: tokenizer or _tokenizer_of(settings.model), on_fatal)
     app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.runtime = runtime
     for router in (generation.router, models.router, tokens.router, operations.router):

@@ -99,8 +99,9 @@ def serve(settings: Settings) -> str | None:
     if settings.all_api_keys:
         counts = Counter(f"{key.name} ({key.role})" for key in settings.all_api_keys)
         log.info("API keys: %s", ", ".join(f"{num} x {name}" if num > 1 else name for name, num in counts.items()))
-    app = create_app(settings, on_fatal=on_fatal, on_loaded=_freeze_loaded)
+    app = create_app(settings, on_fatal=on_fatal)
     runtime: Runtime = app.state.runtime
+    runtime.on_loaded = _freeze_loaded
     server = Server(_uvicorn_config(app, settings), runtime, settings.drain_s)
     server.run()
     if runtime.is_model_refused:

@@ -57,7 +57,7 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
 class Runtime:
     """Owns the lifecycle of engine and tokenizer. `fatal` is the reason why the server cannot continue, once it cannot.
 
-    `is_model_refused` is set for an unsupported model: another start would fail too.
+    `is_model_refused` is set for an unsupported model: another start would fail too. `on_loaded` is called before it is ready.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class Runtime:
         engine: EngineService,
         load_tokenizer: Callable[[], Tokenizer],
         on_fatal: Callable[[str], None] | None = None,
-        on_loaded: Callable[[], None] | None = None,
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -75,9 +74,9 @@ class Runtime:
         self.time_limits = TimeLimits(settings.first_token_limit_s, settings.request_limit_s)
         self.fatal: str | None = None
         self.is_model_refused = False
+        self.on_loaded: Callable[[], None] = lambda: None
         self._load_tokenizer = load_tokenizer
         self._on_fatal = on_fatal
-        self._on_loaded = on_loaded
         self._tokenizer: Tokenizer | None = None
         self._codec: TextCodec | None = None
         self.grammars = GrammarCheck(self._describe_vocabulary)
@@ -121,9 +120,9 @@ class Runtime:
         try:
             tokenizer = await _in_daemon_thread(self._load_tokenizer)
             await self.engine.start()
-            if self._on_loaded is not None:
-                self._on_loaded()
-            self._tokenizer, self._codec = tokenizer, TextCodec(tokenizer)
+            codec = TextCodec(tokenizer)
+            self.on_loaded()
+            self._tokenizer, self._codec = tokenizer, codec
             self.tool_support = tool_support(self._codec, self.settings.tool_call_parser)
             self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
             log.info("serving %s", self.settings.served_name)

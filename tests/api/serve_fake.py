@@ -18,8 +18,8 @@ def main() -> int:
     engine = FakeEngine(script=script, gate=asyncio.Event(), start_error=error[0] if error else None)
     configure_logging("info", "json")
 
-    def with_fakes(settings, on_fatal, on_loaded):
-        return create_app(settings, engine, byte_level(), on_fatal, on_loaded)
+    def with_fakes(settings, on_fatal):
+        return create_app(settings, engine, byte_level(), on_fatal)
 
     with patch.object(server.process, "create_app", with_fakes):
         reason = server.process.serve(Settings(model="fake", port=int(port), drain_s=float(drain_s)))

@@ -21,7 +21,6 @@ from typing import Any
 import httpx
 import pytest
 
-from server.app import create_app
 from server.http.middleware import BodyLimit
 from server.http.protocol import MAX_HEAD_BYTES, _BoundedHeads, _LingeringTransport
 from server.process import _OTHER_DESCRIPTORS, Server, _max_connections, _uvicorn_config, serve
@@ -29,7 +28,6 @@ from server.settings import Settings
 from tests.api.harness import MODEL, completion, make_app, until
 from tests.api.test_process import _free_port, _wait_ready
 from tests.fake_engine import FakeEngine
-from tests.tokenizers_for_tests import byte_level
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of connections that tests break on purpose
 
@@ -276,23 +274,24 @@ async def test_a_short_queue_is_noticed(monkeypatch: pytest.MonkeyPatch):
 
 def test_loaded_objects_are_collected_once(monkeypatch: pytest.MonkeyPatch):
     """The bug: each full garbage collection visited all that was loaded, and delayed every stream and /health."""
-    made: dict[str, Any] = {}
-    monkeypatch.setattr("server.process.create_app", lambda *_, **values: made.update(values) or make_app(FakeEngine()))
+    app = make_app(FakeEngine())
+    monkeypatch.setattr("server.process.create_app", lambda *_, **__: app)
     monkeypatch.setattr(Server, "run", lambda self: None)
     assert serve(Settings(model=MODEL)) is None
     gc.unfreeze()
     try:
-        made["on_loaded"]()
+        app.state.runtime.on_loaded()
         assert gc.get_freeze_count() > 10_000
     finally:
         gc.unfreeze()
 
 
 async def test_what_follows_loading_comes_before_readiness():
+    runtime = (app := make_app(FakeEngine())).state.runtime
     seen: list[bool] = []
-    app = create_app(Settings(model=MODEL), FakeEngine(), byte_level(), on_loaded=lambda: seen.append(app.state.runtime.is_ready))
+    runtime.on_loaded = lambda: seen.append(runtime.is_ready)
     async with app.router.lifespan_context(app):
-        await until(lambda: app.state.runtime.is_ready)
+        await until(lambda: runtime.is_ready)
     assert seen == [False]
 
 
