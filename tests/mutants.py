@@ -1,9 +1,9 @@
 """Breaks each guard of docs/security.md in a copy of the project and runs the test of its promise: `python -m tests.mutants`.
 
 Each mutant of tests/mutants.yaml must make its test fail. If the test passes, the mutant survives.
-Arguments select promises that contain them.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -65,7 +65,10 @@ def verdict(project: Path, mutant: Mutant) -> str:
 
 def main() -> None:
     """Try the selected mutants; the exit status is 1 unless every one was killed."""
-    chosen = [mutant for mutant in MUTANTS if not sys.argv[1:] or any(word in mutant.promise for word in sys.argv[1:])]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="of the promises whose mutants are tried; default: all")
+    words = parser.parse_args().words
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.promise for word in words)]
     num_alive = 0
     with tempfile.TemporaryDirectory() as folder:
         project = Path(shutil.copytree(ROOT, Path(folder) / "project", ignore=_LEFT_OUT))
