@@ -93,7 +93,7 @@ async def test_names_that_are_too_long_are_refused(body: dict[str, Any], status:
 
 
 @pytest.mark.parametrize("schema", [{"description": LONG * 64}, {"properties": {"a": {"description": LONG * 64}}}])
-async def test_texts_of_a_schema_count_towards_its_length(schema: dict[str, Any]):
+async def test_schema_texts_count_towards_its_length(schema: dict[str, Any]):
     async with in_process(FakeEngine()) as client:
         answer = await client.post("/v1/chat/completions", json=chat(**_format(schema)))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")

@@ -10,7 +10,7 @@ from tests.unit.project.test_security_table import ROWS
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
-def test_each_test_of_a_promise_has_a_mutant(row: list[str]):
+def test_every_named_test_has_a_mutant(row: list[str]):
     tests = {mutant.test for mutant in MUTANTS if mutant.promise == row[0]}
     assert tests == set(row[2].replace("`", "").split(", "))
 
@@ -27,7 +27,7 @@ def test_every_mutant_is_of_a_promise():
     assert {mutant.promise for mutant in MUTANTS} == {row[0] for row in ROWS}
 
 
-def test_a_search_text_that_is_not_there_once_is_refused():
+def test_an_ambiguous_search_text_is_refused():
     for text in ("", "aa"):
         with pytest.raises(ValueError, match="not once"):
             mutated(text, Mutant("p", "f", "a", "b", "t"))
