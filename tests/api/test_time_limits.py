@@ -10,6 +10,8 @@ from server.http.time_limits import TimeLimits
 from tests.api.harness import MODEL, chat, completion, in_process, sample
 from tests.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.timeout(60)  # without a limit the requests of these tests never end
+
 LONG_S = 3600.0
 SHORT_S = 0.05
 ROUTES = {
