@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -129,6 +130,24 @@ async def test_too_many_containers_are_refused_before_they_are_looked_at(monkeyp
         many = chat(messages=[{"role": "user", "content": "x"}] * 2049)
         assert "at most 2048" in _assert_error(await client.post("/v1/chat/completions", json=many), 400)["message"]
     assert validated == []
+
+
+@pytest.mark.parametrize("make", [lambda one: one, lambda one: {"stop": [one]}, lambda one: {"a": {"b": one}}])
+def test_objects_with_too_many_keys_are_refused(make: Any):
+    for num_keys in (1024, 1025):
+        body = json.dumps(make({str(i): 1 for i in range(num_keys)})).encode()
+        with pytest.raises(InvalidRequest, match="object of more than 1024 keys") if num_keys > 1024 else nullcontext():
+            parsed_body(body, "application/json")
+
+
+NOT_STRICT = [b"NaN", b"-Infinity", b'"\xff"', b'"\xed\xa0\x80"', b'"\xc0\x80"', b'"\\ud800"', b"[" * 201 + b"]" * 201]
+
+
+@pytest.mark.parametrize("value", NOT_STRICT)
+def test_lax_json_is_refused(value: bytes):
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        parsed_body(b'{"prompt": ' + value + b"}", "application/json")
+    assert parsed_body(b'{"prompt": ' + b"[" * 150 + b"]" * 150 + b"}", "application/json")
 
 
 def test_brackets_in_text_are_no_containers():
