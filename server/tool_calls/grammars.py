@@ -12,7 +12,7 @@ from server.schemas.exact_json import exactly_dumped
 from server.tool_calls.arguments import Schema, XmlArguments
 from server.tool_calls.parameter_types import CONSTRAINTS, is_plain_string, json_of, types_of
 from server.tool_calls.patterns import NAME, compiled
-from server.tool_calls.syntaxes import BARE, BARE_LIST, FENCED, CallSyntax, Writing
+from server.tool_calls.syntaxes import BARE, BARE_LIST, DOUBLED, FENCED, CallSyntax, Writing
 
 Schemas = Mapping[str, Schema]  # of each function's arguments
 
@@ -48,8 +48,9 @@ def free_text_with_calls(syntax: CallSyntax, schemas: Schemas, tokens: Mapping[s
     A lexeme of llguidance that is lazy, or has a suffix, ends as soon as it matches, before others that could go on. So text ends
     at the name of a fallback's call. Behind it comes the rest of the call, or text. The patterns are those of the reader.
     """
-    heads = (FENCED.head, BARE.head, BARE_LIST.head, FENCED.tails[0])
-    (fenced, rest), (bare, _), (bare_list, _), (more, _) = map(_around_name, heads)
+    fenced, rest = _around_name(FENCED.head)
+    more, _ = _around_name(FENCED.tails[0])
+    first = "|".join(_around_name(form.head)[0] for form in (BARE, DOUBLED, BARE_LIST))
     opening = re.escape(syntax.opening)
     has_markup, is_at_start = syntax.forms[0] in syntax.strict_forms, syntax.forms[0].is_at_start
     other = f"/{_ANY_TEXT}/ & ~/{_ANY_TEXT if has_markup and not is_at_start else _rust('~')}{opening}{_ANY_TEXT}/"
@@ -59,7 +60,7 @@ def free_text_with_calls(syntax: CallSyntax, schemas: Schemas, tokens: Mapping[s
         f"any: {text} | fenced",
         f"behind: {text} | fenced | more",
         f"fenced: fenced_text named\nfenced_text[suffix=FENCE]: TEXT\nFENCE: /{fenced}/",
-        f"first: first_text named\nfirst_text[lazy]: /{bare}|{bare_list}/",
+        f"first: first_text named\nfirst_text[lazy]: /{first}/",
         f"more: more_text named\nmore_text[lazy]: /{more}/",
         f"named: any | {' | '.join(f'named_{at} SPACE object_{at} behind' for at in range(len(schemas)))}",
         f"TEXT: {other if has_markup else f'/{_ANY_TEXT}/'}",

@@ -61,30 +61,40 @@ class CallSyntax:
         return (*self.forms[: not is_bare], *(replace(form, whole=None) for form in _FALLBACKS))
 
 
-def _call(arguments: str) -> str:
-    """Return the pattern of a JSON object that is a call, up to its arguments. `arguments` is the name of their field."""
-    return rf'\{{{{1,2}}+~"name"~:~"{NAME}"~,~"(?:{arguments})"~:~(?=\{{)'  # some templates make models double the braces
+def _call(arguments: str, braces: str = r"\{{1,2}+") -> str:
+    """Return the pattern of a JSON object that is a call, up to its arguments. `arguments` is the name of their field.
+
+    Some templates make models double the outer braces.
+    """
+    return rf'{braces}~"name"~:~"{NAME}"~,~"(?:{arguments})"~:~(?=\{{)'
 
 
 _ANY_CALL = _call("arguments|parameters")
 # The beginning of an object that may be a call with its fields in another order, without arguments, or as OpenAI's API has it.
 _ANY_OBJECT = rf'(?=\{{~"(?:(?:arguments|parameters|type|id|function)"~:|name"~:~"{NAME}"~[,}}]))'
 _FIELDS_END = r'~(?:,~"(?:id|type)"~:~"[^"\\\n]{0,64}+"~)?+'  # fields behind the arguments
-_OBJECT_END = _FIELDS_END + r"\}"
+_OBJECT_END = _FIELDS_END + r"(?:\}~){1,2}+"  # where more must follow, as more braces could
 _UNCLOSED_END = _FIELDS_END + r"(?:\}~){0,2}+"
 _PYTHON_CALL = rf"{NAME}\((?=~(?:\)|{KEY}~=))"
 
 
-def _objects(opening: str, before: str, after: str, between: str, call: str = _ANY_CALL, is_at_start: bool = False) -> Form:
-    """Return the form of calls that are JSON objects in one block of markup."""
-    tails = (*([_OBJECT_END + between + _ANY_CALL] if between else []), _OBJECT_END + after, *([_UNCLOSED_END] if after else []))
-    return Form(opening, f"~{before}{call}", JsonArguments, tails, f"~{before}{_ANY_OBJECT}", is_at_start)
+def _objects(opening: str, before: str, after: str, between: str, is_at_start: bool = False) -> Form:
+    """Return the form of calls that are JSON objects in a block of markup."""
+    tails = (_OBJECT_END + between + _ANY_CALL, _OBJECT_END + after, _UNCLOSED_END)
+    return Form(opening, f"~{before}{_ANY_CALL}", JsonArguments, tails, f"~{before}{_ANY_OBJECT}", is_at_start)
+
+
+def _bare(between: str, call: str, end: str = r"\}") -> Form:
+    """Return the form of calls that are JSON objects at the start of the text."""
+    tails = (_OBJECT_END + between + _ANY_CALL, _FIELDS_END + end)
+    return Form(r"\{", f"~{call}", JsonArguments, tails, f"~{_ANY_OBJECT}", is_at_start=True)
 
 
 FENCED = _objects("```", r"```(?:json|tool_call)?+~\[?+~", r"~\]?+~```", "~[,;]?+~")
-BARE = _objects(r"\{", "", "", "~[,;]?+~", is_at_start=True)
+BARE = _bare("~[,;]?+~", _call("arguments|parameters", r"\{"))
+DOUBLED = _bare("~[,;]?+~", _call("arguments|parameters", r"\{~\{"), r"\}~\}")
 BARE_LIST = _objects(r"\[~\{", r"\[~", r"~\]", "~,~", is_at_start=True)
-_FALLBACKS = (FENCED, BARE, BARE_LIST)  # what models write instead of the markup of their template
+_FALLBACKS = (FENCED, BARE, DOUBLED, BARE_LIST)  # what models write instead of the markup of their template
 
 _HERMES = Form(
     "<tool_call>",
@@ -97,7 +107,7 @@ _XML_CALL = rf"<function={NAME}>(?=~<(?:parameter=|/function>))"
 _XML = Form("<tool_call>", f"~<tool_call>~{_XML_CALL}", XmlArguments, ("~</tool_call>",))
 _BARE_XML = replace(_XML, opening="<function=", head=f"~{_XML_CALL}")
 
-_LLAMA3 = replace(_objects(r"\{", "", "", r"~;~(?:<\|python_tag\|>~)?+", _call("parameters"), True), whole=None)
+_LLAMA3 = replace(_bare(r"~;~(?:<\|python_tag\|>~)?+", _call("parameters", r"\{")), whole=None)
 _TAGGED_LLAMA3 = replace(_LLAMA3, opening=r"<\|python_tag\|>", head=rf"~<\|python_tag\|>~{_ANY_CALL}", is_at_start=False)
 
 _MISTRAL = _objects(r"\[TOOL_CALLS\]", r"\[TOOL_CALLS\]~\[~", r"~\]", "~,~")
@@ -202,6 +212,10 @@ SYNTAXES: dict[str, CallSyntax] = {
         "{",
         ("<|python_tag|>",),
     ),
-    "json": CallSyntax((BARE, FENCED, BARE_LIST), Writing(r'"{\"name\": \"NAME\", \"arguments\": "', '"}"', r'"\n"'), "{"),
+    "json": CallSyntax(
+        (BARE, DOUBLED, FENCED, BARE_LIST),
+        Writing(r'"{\"name\": \"NAME\", \"arguments\": "', '"}"', r'"\n"'),
+        "{",
+    ),
 }  # fmt: skip
 assert tuple(SYNTAXES) == get_args(Markup)

@@ -339,7 +339,7 @@ def test_strict_grammars_accept_what_models_write(markup: str):
     fenced, (call, _, other, *_), unknown = "```json\n{}\n```", _OBJECTS, _OBJECTS[5]
     texts = {
         **{"hello": 0, "So:\n" + fenced.format(call) + "\nDone.": 1, fenced.format(call + "\n" + other): 2},
-        **{call: 1, f"[{call}, {other}]": 2, fenced.format(call) + "\n" + fenced.format(other): 2},
+        **{call: 1, f"{{{call}}}": 1, f"[{call}, {other}]": 2, fenced.format(call) + "\n" + fenced.format(other): 2},
         **{fenced.format(unknown): 0, unknown: 0, fenced.format('{"a": 1}'): 0, f"See {call}": 0},
     }
     if markup != "mistral":  # its template adds ids, which the model does not write

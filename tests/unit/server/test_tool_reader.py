@@ -343,6 +343,9 @@ def test_calls_and_content(text: str, content: str, calls: list[tuple[str, str]]
         (f"[{BARE}, {BARE}]", "", ONE * 2),
         ('{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}', "", ONE),
         ('{"id": "c", "name": "f", "parameters": {"x": 1}}', "", ONE),
+        (f"{{{BARE}}}", "", ONE),  # doubled braces: the last one was content, which the model then repeated in the next turn
+        (f"{{{BARE}}}\n{{{BARE}}}", "", ONE * 2),
+        (f"```json\n{{{BARE}}}\n```", "", ONE),
         *((text, text, []) for text in [
             FENCED.replace('"f"', '"g"'), BARE.replace('"f"', '"g"'), f"So: {BARE}", '```json\n{"f": 1}\n```',
             '```json\n{"name": "f", "age": 1}\n```', "```python\nf(x=1)\n```", '{"name": "Ann", "age": 1}', '{"name": "Ann Lee"',
