@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from engine.build import Models
     from engine.engine import Engine
 
+TEMPLATE = "server.template"  # the module that the template of workers imports
+
 
 def served_engine(config: EngineConfig) -> SteppedEngine:
     """Return the engine that a worker steps; raise its loading errors. A module-level function: the worker process imports it."""
@@ -19,12 +21,6 @@ def served_engine(config: EngineConfig) -> SteppedEngine:
     from selector.build import adaptive_policy
 
     return build_served(config, adaptive_policy)
-
-
-def preload() -> None:
-    """Import what `served_engine` will need. A module-level function: a spare process imports it."""
-    import engine.build  # noqa: F401
-    import selector.build  # noqa: F401
 
 
 def tool_engine(config: EngineConfig, models: "Models | None" = None) -> "Engine":

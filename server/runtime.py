@@ -5,14 +5,12 @@ Knows settings, engine, tokenizer and metrics. Does not know HTTP.
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeVar
 
 from engine.core.service import EngineService, EngineState, EngineUnavailable
 from engine.structured_output.grammars import VocabularySource, source_of
+from engine.utils.daemon_thread import in_daemon_thread
 from engine.weights import UnsupportedModel, WeightsError
 from server.grammar.check import GrammarCheck
 from server.http.time_limits import TimeLimits
@@ -25,38 +23,11 @@ log = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
 
-T = TypeVar("T")
-
-
-async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """Return the result of `work`. Unlike an executor's thread, this one does not delay the process's exit: fetching weights can
-    take minutes.
-    """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
-
-    def settle(method: Callable[[Any], None], value: Any) -> None:
-        if not outcome.done():  # done: the waiting task was cancelled
-            method(value)
-
-    def post(method: Callable[[Any], None], value: Any) -> None:
-        with suppress(RuntimeError):  # the loop may be closed by now
-            loop.call_soon_threadsafe(settle, method, value)
-
-    def run() -> None:
-        try:
-            post(outcome.set_result, work())
-        except Exception as error:
-            log.debug("the loader failed", exc_info=True)
-            post(outcome.set_exception, error)
-
-    threading.Thread(target=run, name="loader", daemon=True).start()
-    return await outcome
-
 
 class Runtime:
     """Owns the lifecycle of engine and tokenizer. `fatal` is the reason why the server cannot continue, once it cannot.
 
+    `fetch` gets the weights ready for tokenizer and engine, which then load at the same time.
     `is_model_refused` is set for an unsupported model: another start would fail too.
     """
 
@@ -66,6 +37,7 @@ class Runtime:
         engine: EngineService,
         load_tokenizer: Callable[[], Tokenizer],
         on_fatal: Callable[[str], None] | None = None,
+        fetch: Callable[[], object] | None = None,
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -74,7 +46,7 @@ class Runtime:
         self.time_limits = TimeLimits(settings.first_token_limit_s, settings.request_limit_s)
         self.fatal: str | None = None
         self.is_model_refused = False
-        self._load_tokenizer = load_tokenizer
+        self._fetch, self._load_tokenizer = fetch, load_tokenizer
         self._on_fatal = on_fatal
         self._tokenizer: Tokenizer | None = None
         self._codec: TextCodec | None = None
@@ -117,9 +89,10 @@ class Runtime:
     async def _run(self) -> None:
         """Load, then watch for an engine that has failed for good. Every error ends in `fatal`."""
         try:
-            tokenizer = await _in_daemon_thread(self._load_tokenizer)
-            await self.engine.start()
-            self._tokenizer, self._codec = tokenizer, TextCodec(tokenizer)
+            if self._fetch is not None:  # before the worker would do it too
+                await in_daemon_thread(self._fetch, "fetcher")
+            (tokenizer, codec), _ = await asyncio.gather(in_daemon_thread(self._loaded, "loader"), self.engine.start())
+            self._tokenizer, self._codec = tokenizer, codec
             self.tool_support = tool_support(self._codec, self.settings.tool_call_parser)
             self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
             log.info("serving %s", self.settings.served_name)
@@ -131,6 +104,10 @@ class Runtime:
             if not self.is_model_refused and not isinstance(error, WeightsError):
                 log.exception("the server cannot start")
             self._fail(refusal or repr(error))
+
+    def _loaded(self) -> tuple[Tokenizer, TextCodec]:
+        tokenizer = self._load_tokenizer()
+        return tokenizer, TextCodec(tokenizer)
 
     async def _failure(self) -> None:
         """Return when the engine has failed for good. Polls, because EngineService has no event for it."""

@@ -4,6 +4,8 @@
 <root>/models/<key>-r<recipe>/   the folder that transformers loads
 <root>/profiles/<key>.json       measured costs of steps on this machine
 <root>/tokenizers/<key>.json     tokenizers as transformers builds them (engine.weights.stored_tokenizer)
+<root>/configurations/<key>.json configurations as transformers reads them (engine.weights.stored_config)
+<root>/packed/<name>.safetensors models as the library reads them (engine.model.stored_model)
 <root>/tmp/<entry>-xxxx/         unfinished; the process that holds the entry's lock may delete it
 <root>/locks/<entry>.lock        held through `flock`, which the kernel releases when the process ends
 """
@@ -52,6 +54,14 @@ class WeightsCache:
     def tokenizer(self, key: str) -> Path:
         """Return the path of the stored tokenizer of this key, which may not exist yet."""
         return self.root / "tokenizers" / f"{key}.json"
+
+    def configuration(self, key: str) -> Path:
+        """Return the path of the stored configuration of this key, which may not exist yet."""
+        return self.root / "configurations" / f"{key}.json"
+
+    def packed(self, name: str) -> Path:
+        """Return the path of the packed model of this name, which may not exist yet."""
+        return self.root / "packed" / f"{name}.safetensors"
 
     def obtain(self, entry: Path, make: Callable[[Path, Path], object]) -> Path:
         """Return `entry`, made first if it does not exist.

@@ -57,11 +57,11 @@ def fingerprint(folder: Path) -> Fingerprint:
         special_tokens=vocabulary.special_digest,
         width=facts.width,
         num_layers=facts.num_layers,
-        weights=_weights_digest(folder),
+        weights=weights_digest(folder),
     )
 
 
-def _weights_digest(folder: Path) -> str:
+def weights_digest(folder: Path) -> str:
     """Return a digest that does not depend on how tensors are distributed over files."""
     try:
         parts = sorted(part for path in folder.glob("*.safetensors") for part in _tensor_parts(path))

@@ -167,7 +167,6 @@ class WorkerClient:
             _logger.exception("the supervisor failed")
             self._detail = f"the supervisor failed: {error!r}"
         finally:
-            self._launcher.close()
             self._finish()
 
     @property
@@ -189,6 +188,7 @@ class WorkerClient:
         self._launched_at, self._ready_at, self._last_stats = time.monotonic(), None, None
         link = self._connection = WorkerConnection(self._launcher, folder, self._num_launches, self._supervision)
         try:
+            await link.launch()
             async for event in link.events():
                 self._handle_event(event)
         except WorkerDied as death:
@@ -217,7 +217,6 @@ class WorkerClient:
             self._state = EngineState.READY
         self._is_start_over.set()
         self._recovery.on_ready()
-        self._launcher.keep_spare()
 
     def _handle_death(self, death: WorkerDied, note: StepNote | None) -> None:
         if not self._is_needed:  # the worker exited on request

@@ -6,25 +6,27 @@ Each handler returns the exit status.
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib import import_module
 
-from engine.weights import UnsupportedModel, WeightsError
-from server.cli.audit import add_audit_command
-from server.cli.bench import add_bench_command
-from server.cli.doctor_cli import add_doctor_command
-from server.cli.drafter import add_drafter_command
-from server.cli.selector import add_selector_command
-from server.cli.settings_flags import add_settings_flags, settings_of
-from server.cli.trace import add_trace_command
-from server.cli.weights import add_weights_command
-from server.http.logs import configure_logging
-from server.settings import SettingsError
+from engine.weights.errors import UnsupportedModel, WeightsError
+
+# The module of each command, with its function `add_..._command`. Only the module of the given command is imported. Worker
+# processes import this module again, as the program's main module.
+_MODULES = {
+    "doctor": "doctor_cli",
+    "weights": "weights",
+    "bench": "bench",
+    "audit": "audit",
+    "drafter": "drafter",
+    "selector": "selector",
+    "trace": "trace",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parsed = _parser().parse_args(arguments)
+    parsed = _parser(arguments[:1]).parse_args(arguments)
     try:
         status: int = parsed.handler(parsed)
     except (UnsupportedModel, WeightsError) as error:
@@ -33,31 +35,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the given command, or of all commands if it is none of them."""
     parser = argparse.ArgumentParser(prog="latebranch", description="Lossless tree-speculative LLM inference.")
     parser.add_argument("--version", action="version", version=_version_text())
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_serve_command(subparsers)
-    add_doctor_command(subparsers)
-    add_weights_command(subparsers)
-    add_bench_command(subparsers)
-    add_audit_command(subparsers)
-    add_drafter_command(subparsers)
-    add_selector_command(subparsers)
-    add_trace_command(subparsers)
-    subparsers.add_parser("version", help="print the version").set_defaults(handler=_version)
+    known = ["serve", *_MODULES, "version"]
+    for name in [name for name in known if name in given] or known:
+        if name == "serve":
+            _add_serve_command(subparsers)
+        elif name == "version":
+            subparsers.add_parser("version", help="print the version").set_defaults(handler=_version)
+        else:
+            module = import_module(f"server.cli.{_MODULES[name]}")
+            getattr(module, f"add_{name}_command")(subparsers)
     return parser
 
 
 def _add_serve_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `serve`, with a flag for every setting."""
+    from server.cli.settings_flags import add_settings_flags
+
     command = subparsers.add_parser("serve", help="serve a model over HTTP")
     add_settings_flags(command)
     command.set_defaults(handler=_serve)
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    from server.process import serve  # here, because its imports are slow
+    from server.cli.settings_flags import settings_of
+    from server.http.logs import configure_logging
+    from server.settings import SettingsError
 
     try:
         settings = settings_of(parsed)
@@ -65,6 +72,13 @@ def _serve(parsed: argparse.Namespace) -> int:
         sys.stderr.write(f"latebranch serve: {error}\n")
         return 2
     configure_logging(settings.log_level, settings.log_format)
+    if settings.spare_worker:
+        from engine.worker.process import start_template
+        from server.assembly import TEMPLATE
+
+        start_template(TEMPLATE)  # first, because its imports are slow too
+    from server.process import serve
+
     reason = serve(settings)  # raises UnsupportedModel
     if reason is not None:
         sys.stderr.write(f"latebranch serve: {reason}\n")
@@ -77,4 +91,6 @@ def _version(_: argparse.Namespace) -> int:
 
 
 def _version_text() -> str:
+    from importlib.metadata import version
+
     return f"latebranch {version('latebranch')}"
