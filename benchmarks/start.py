@@ -169,7 +169,6 @@ def _is_up(url: str) -> bool:
 
 
 def _ask(port: int, prompt: str) -> None:
-    body = json.dumps({"model": "", "prompt": prompt, "max_tokens": _NUM_TOKENS, "temperature": 0}).encode()
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as answer:
         name = json.load(answer)["data"][0]["id"]
     body = json.dumps({"model": name, "prompt": prompt, "max_tokens": _NUM_TOKENS, "temperature": 0}).encode()

@@ -18,6 +18,7 @@ from engine.audit.outcomes import tie_tolerance
 from engine.choice_cache import CachedChoice
 from engine.core.config import EngineConfig
 from engine.core.policy import ExpansionPolicy, FixedExpansion, PlainDecoding, RootSource
+from engine.core.refusal import Refusal
 from engine.core.step_plan import Feeding
 from engine.core.types import ModelInfo, Request, RequestDefaults, SamplingParams
 from engine.core.verifier_table import require_exact
@@ -54,7 +55,7 @@ from engine.weights.request_defaults import read_request_defaults
 _logger = logging.getLogger(__name__)
 
 
-class BadConfiguration(ValueError):
+class BadConfiguration(Refusal, ValueError):
     """The configuration names something that does not exist or does not fit together."""
 
 
@@ -80,6 +81,7 @@ def build_engine(
         torch.set_num_threads(config.num_threads)
     config = _compatible(config)
     device = device_of(config)
+    _require_device(device)
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # our kernels and graphs run on the current device
     _require_memory(config, device)
@@ -213,8 +215,20 @@ class _Models:
 
 
 def device_of(config: EngineConfig) -> torch.device:
-    """Return the device of the configuration, by default cuda if available."""
-    return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """Return the device of the configuration, by default cuda if available. Raises BadConfiguration for an unknown one."""
+    try:
+        return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise BadConfiguration(f"device {config.device!r} is not known; cpu, cuda and cuda:1 are examples") from error
+
+
+def _require_device(device: torch.device) -> None:
+    """Raise BadConfiguration unless this machine has the device."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = f"there are {torch.cuda.device_count()}" if torch.cuda.device_count() else "torch finds no CUDA device"
+        raise BadConfiguration(f"device {device}: {found}; --device cpu serves without one")
+    if device.type not in ("cpu", "cuda"):
+        raise BadConfiguration(f"device {device}: cpu and cuda are supported")
 
 
 def draft_dtype(config: EngineConfig, device: torch.device) -> str:

@@ -19,7 +19,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from engine.weights import UnsupportedModel
+from engine.core.refusal import Refusal
 from server.app import create_app
 from server.http.protocol import http_protocol
 from server.runtime import Runtime
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: Settings) -> str | None:
-    """Serve until a signal stops the server; return why it could not continue, or None. Raises UnsupportedModel."""
+    """Serve until a signal stops the server; return why it could not continue, or None. Raises Refusal."""
 
     def on_fatal(_: str) -> None:
         server.give_up()
@@ -93,8 +93,8 @@ def serve(settings: Settings) -> str | None:
     runtime: Runtime = app.state.runtime
     server = Server(_uvicorn_config(app, settings), runtime, settings.drain_s)
     server.run()
-    if runtime.is_model_refused:
-        raise UnsupportedModel(runtime.fatal)
+    if runtime.is_refused:
+        raise Refusal(runtime.fatal)
     return runtime.fatal
 
 

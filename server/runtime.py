@@ -8,10 +8,11 @@ import logging
 import time
 from collections.abc import Callable
 
+from engine.core.refusal import Refusal
 from engine.core.service import EngineService, EngineState, EngineUnavailable
 from engine.structured_output.grammars import VocabularySource, source_of
 from engine.utils.daemon_thread import in_daemon_thread
-from engine.weights import UnsupportedModel, WeightsError
+from engine.weights import WeightsError
 from server.grammar.check import GrammarCheck
 from server.http.time_limits import TimeLimits
 from server.metrics import ServerMetrics
@@ -28,7 +29,7 @@ class Runtime:
     """Owns the lifecycle of engine and tokenizer. `fatal` is the reason why the server cannot continue, once it cannot.
 
     `fetch` gets the weights ready for tokenizer and engine, which then load at the same time.
-    `is_model_refused` is set for an unsupported model: another start would fail too.
+    `is_refused` is set if the settings or the model cannot be served: another start would fail too.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Runtime:
         self.created_s = int(time.time())
         self.time_limits = TimeLimits(settings.first_token_limit_s, settings.request_limit_s)
         self.fatal: str | None = None
-        self.is_model_refused = False
+        self.is_refused = False
         self._fetch, self._load_tokenizer = fetch, load_tokenizer
         self._on_fatal = on_fatal
         self._tokenizer: Tokenizer | None = None
@@ -99,11 +100,10 @@ class Runtime:
             await self._failure()
             self._fail(self.engine.health.detail or "the engine failed for good")
         except Exception as error:
-            _, mark, refusal = str(error).rpartition(f"{UnsupportedModel.__name__}: ")  # a worker's error arrives as text
-            self.is_model_refused = isinstance(error, UnsupportedModel) or bool(mark)
-            if not self.is_model_refused and not isinstance(error, WeightsError):
+            self.is_refused = isinstance(error, Refusal)
+            if not isinstance(error, Refusal | WeightsError):
                 log.exception("the server cannot start")
-            self._fail(refusal or repr(error))
+            self._fail(str(error) if isinstance(error, Refusal | WeightsError | EngineUnavailable) else repr(error))
 
     def _loaded(self) -> tuple[Tokenizer, TextCodec]:
         tokenizer = self._load_tokenizer()
@@ -118,7 +118,8 @@ class Runtime:
         if self._is_stopping:
             return
         self.fatal = reason
-        log.critical("giving up: %s", reason)
+        if not self.is_refused:  # the command line reports a refusal
+            log.critical("giving up: %s", reason)
         if self._on_fatal is not None:
             self._on_fatal(reason)
 

@@ -93,7 +93,7 @@ class KVCache:
         # Not zeroed: every slot is written before it is gathered, and zeroing would touch gigabytes that may never be used.
         (_, num_heads, size), num_slots, dtype = example.shape, self.num_slots + 1, self._dtype or example.dtype
         if self._device.type == "cpu":
-            pool = huge_pages.empty((num_heads, num_slots, size), dtype).transpose(0, 1)
+            pool = huge_pages.growing((num_heads, num_slots, size), dtype).transpose(0, 1)
         else:
             pool = torch.empty((num_slots, num_heads, size), dtype=dtype, device=self._device)
         self.canary.watch(pool[: self.num_slots])

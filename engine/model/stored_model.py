@@ -54,6 +54,7 @@ _MOST_BYTES = 8  # of a parameter in the file, embeddings and a copied output he
 _SPARE_BYTES = 4 << 30  # of the disk, which are left free
 _KEPT_FILES = 2  # of a model and a precision: this code's and another checkout's
 _CODE = ("attention", "kv_cache", "model", "native", "utils", "weights")  # packages whose files decide a pass or the check
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, FileNotFoundError)  # raised by reading a damaged file
 _WORD = np.dtype(np.uint64)
 _EMBEDDINGS = "embeddings"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
@@ -132,10 +133,10 @@ def load_stored(folder: Path, precision: str, device: torch.device) -> StoredMod
         for _ in range(2):
             if not entry.exists() and not _has_space(store, count):
                 return None
-            store.obtain(entry, lambda target, _: _store_apart(folder, precision, target))
+            store.obtain(entry, lambda target, _: _make(folder, precision, target, entry.parent))
             try:
                 return read_stored(entry, precision)
-            except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+            except _DAMAGE as error:
                 _logger.warning("%s is damaged (%s) and is made again", entry, one_line(error))
                 entry.unlink(missing_ok=True)
     except OSError as error:
@@ -175,17 +176,21 @@ def _digest_of_code() -> str:
     return digest_of([*(path.read_bytes() for path in files), *(one.encode() for one in versions)])
 
 
-def _store_apart(folder: Path, precision: str, target: Path) -> None:
-    """Check and store a model in a process of its own, which frees the memory of transformers and of the weights."""
+def _make(folder: Path, precision: str, target: Path, entries: Path) -> None:
+    """Write the file of a model, and delete old ones."""
     progress_line(f"checking and packing {folder.name} in {precision}: once, for later starts")
+    _store_in_process(folder, precision, target)
+    _delete_old(entries, _prefix(folder, precision))
+
+
+def _store_in_process(folder: Path, precision: str, target: Path) -> None:
+    """Check and store a model in a process of its own, which frees the memory of transformers and of the weights."""
     command = [sys.executable, "-P", "-m", __spec__.name, str(folder), precision, str(target)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
     kind, _, reason = done.stdout.strip().rpartition("\n")[2].partition(" ")
     if done.returncode != 0:
         error = UnsupportedModel if kind == UnsupportedModel.__name__ else WeightsError
         raise error(reason or f"{folder} cannot be loaded: exit status {done.returncode}")
-    entry_folder = WeightsCache(default_root()).packed("x").parent
-    _delete_old(entry_folder, _prefix(folder, precision))
 
 
 def _delete_old(folder: Path, prefix: str) -> None:
@@ -263,7 +268,9 @@ def _write(target: Path, tensors: Mapping[str, Tensor], content: dict[str, Any])
     """Write a stored file; its metadata have the sum of the tensors' words."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     sums = {name: _sum_of(tensor.view(torch.uint8).flatten().numpy()) for name, tensor in whole.items()}
-    save_file(whole, target, {"version": str(_VERSION), "content": json.dumps(content), "sums": json.dumps(sums)})
+    described = json.dumps({"content": content, "sums": sums, "shapes": {name: [*one.shape] for name, one in whole.items()}})
+    metadata = {"version": str(_VERSION), "described": described, "digest": digest_of([described.encode()])}
+    save_file(whole, target, metadata)
     target.chmod(0o600)
 
 
@@ -274,16 +281,21 @@ def _sum_of(octets: "np.ndarray[Any, Any]") -> int:
 
 
 def read_stored(path: Path, precision: str) -> StoredModel | None:
-    """Return a stored file's model, None if the library cannot run it; raise ValueError, KeyError or TypeError for others."""
+    """Return the model of a stored file, None if the library cannot run it. Raises one of _DAMAGE for another file."""
     with path.open("rb") as file:
         header, begin = _header(file, path.stat().st_size)
         metadata = header.pop("__metadata__")
         if metadata["version"] != str(_VERSION):
             raise ValueError(f"no stored model of version {_VERSION}")
-        content, sums = json.loads(metadata["content"]), json.loads(metadata["sums"])
+        if digest_of([metadata["described"].encode()]) != metadata["digest"]:
+            raise ValueError("its digest differs")
+        described = json.loads(metadata["described"])
+        content = described["content"]
+        if {name: entry["shape"] for name, entry in header.items()} != described["shapes"]:
+            raise ValueError("its shapes differ")
         if content["native"] is not True:
             return None
-        tensors = {name: tensor for name, tensor in _tensors(file, header, begin, sums) if tensor is not None}
+        tensors = dict(_tensors(file, header, begin, described["sums"]))
     facts = _Facts(**{**content["facts"], "eos_token_ids": tuple(content["facts"]["eos_token_ids"])})
     return StoredModel(_parts(content, tensors), facts, precision)
 
@@ -294,6 +306,8 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
     if not 0 < length <= size:
         raise ValueError("it is no safetensors file")
     header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("it is no safetensors file")
     begin = 8 + length
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     if begin + max(ends, default=0) != size:

@@ -56,6 +56,29 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return _arena.allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
+def growing(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised host tensor whose regions `[i]` are filled from their beginnings and may stay nearly empty.
+
+    A region's first 2 MiB are in small pages: in a huge one its first byte would take them all.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map
+    first = -whole.data_ptr() % _PAGE_BYTES  # the first huge page
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        size = num_bytes // shape[0]
+        for begin in range(0, num_bytes, size):
+            start, end = (_pages_above(begin) + 1) * _PAGE_BYTES, (begin + size) // _PAGE_BYTES * _PAGE_BYTES
+            if start < end:
+                with suppress(OSError):
+                    memory.madvise(mmap.MADV_HUGEPAGE, first + start, end - start)
+    return whole[first:][:num_bytes].view(dtype).view(shape)
+
+
+def _pages_above(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES)
+
+
 def copied(tensor: Tensor) -> Tensor:
     """Return a contiguous copy of a host tensor."""
     return empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)

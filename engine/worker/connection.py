@@ -34,12 +34,13 @@ _FAULTS = frozenset(
 class WorkerDied(Exception):
     """The worker is dead. The text completes a sentence that starts with "the worker".
 
-    `is_from_outside`: it was killed by another process, or by the kernel for lack of memory.
+    `is_from_outside`: it was killed by another process, or by the kernel for lack of memory. `is_refusal`: its
+    configuration cannot be served, and the text is the reason.
     """
 
-    def __init__(self, text: str, is_from_outside: bool = False) -> None:
+    def __init__(self, text: str, is_from_outside: bool = False, is_refusal: bool = False) -> None:
         super().__init__(text)
-        self.is_from_outside = is_from_outside
+        self.is_from_outside, self.is_refusal = is_from_outside, is_refusal
 
 
 class Launcher(Protocol):
@@ -64,6 +65,7 @@ class WorkerConnection:
         self._process: BaseProcess | None = None
         self._last_event_at: float | None = None
         self._cause: str | None = None
+        self._is_refusal = False
         self._context = zmq.Context()
         self._inbox = zmq.asyncio.Socket(self._context, zmq.PULL)
         self._outbox = self._context.socket(zmq.PUSH)
@@ -137,7 +139,7 @@ class WorkerConnection:
         while await self._inbox.poll(_LINGER_MS):  # events that the worker sent before it died
             for event in await self._unread():
                 yield event
-        raise WorkerDied(self._cause_of_death(), self._is_from_outside)
+        raise WorkerDied(self._cause_of_death(), self._is_from_outside, self._is_refusal)
 
     async def _unread(self) -> list[WorkerEvent]:
         """Return the events in the inbox. Failed is not among them: its error becomes the cause of death."""
@@ -146,7 +148,7 @@ class WorkerConnection:
             event = decode_event(await self._inbox.recv())
             self._last_event_at = time.monotonic()
             if isinstance(event, Failed):
-                self._cause = event.error
+                self._cause, self._is_refusal = event.error, event.is_refusal
             else:
                 events.append(event)
         return events

@@ -4,6 +4,7 @@ Knows messages and one synchronous engine. Does not know the client. Importing t
 client's process imports it to launch workers.
 """
 
+import ctypes
 import gc
 import logging
 import multiprocessing
@@ -22,7 +23,7 @@ from pathlib import Path
 import zmq
 
 from engine.core.config import EngineConfig
-from engine.weights.errors import UnsupportedModel
+from engine.core.refusal import Refusal
 from engine.worker.engine_loop import EngineFactory, EngineLoop, SteppedEngine
 from engine.worker.messages import (
     Addresses,
@@ -167,12 +168,15 @@ def _worker_main(spec: _WorkerSpec) -> None:
                 engine = spec.factory(spec.config)
             gc.collect()
             gc.freeze()  # loaded objects stay alive, so later collections can skip them
+            return_free_memory()
             with open_step_log(Path(spec.addresses.step_log)) as step_log:
                 engine.add_step_listener(step_log.note)
                 Worker(engine, partial(_read_commands, inbox), send).serve()
         except Exception as error:
-            _logger.error("the worker failed: %s", error, exc_info=not isinstance(error, UnsupportedModel))
-            send(Failed(describe_error(error)))
+            is_refusal = isinstance(error, Refusal)
+            if not is_refusal:  # the front end reports it
+                _logger.exception("the worker failed")
+            send(Failed(str(error)[:_MAX_ERROR_CHARS] if is_refusal else describe_error(error), is_refusal))
             sys.exit(1)
 
 
@@ -182,6 +186,12 @@ def _configure_process(configure_logging: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=die_with_parent, name="die-with-parent", daemon=True).start()
     configure_logging()
+
+
+def return_free_memory() -> None:
+    """Return to the system what loading has freed. Without glibc this does nothing."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def name_process(name: str) -> None:

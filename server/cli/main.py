@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from engine.weights.errors import UnsupportedModel, WeightsError
+from engine.core.refusal import Refusal
+from engine.weights.errors import WeightsError
 
 # The module of each command, with its function `add_..._command`. Only the module of the given command is imported. Worker
 # processes import this module again, as the program's main module.
@@ -29,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser(arguments[:1]).parse_args(arguments)
     try:
         status: int = parsed.handler(parsed)
-    except (UnsupportedModel, WeightsError) as error:
+    except (Refusal, WeightsError) as error:
         sys.stderr.write(f"latebranch {arguments[0]}: {error}\n")
-        return 2 if isinstance(error, UnsupportedModel) else 1
+        return 2 if isinstance(error, Refusal) else 1
     return status
 
 
@@ -79,7 +80,7 @@ def _serve(parsed: argparse.Namespace) -> int:
         start_template(TEMPLATE)  # first, because its imports are slow too
     from server.process import serve
 
-    reason = serve(settings)  # raises UnsupportedModel
+    reason = serve(settings)  # raises Refusal
     if reason is not None:
         sys.stderr.write(f"latebranch serve: {reason}\n")
     return 0 if reason is None else 1
