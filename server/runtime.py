@@ -12,6 +12,7 @@ from engine.core.refusal import Refusal
 from engine.core.service import EngineService, EngineState, EngineUnavailable
 from engine.structured_output.grammars import VocabularySource, source_of
 from engine.utils.daemon_thread import in_daemon_thread
+from engine.utils.free_memory import return_free_memory
 from engine.weights import WeightsError
 from server.grammar.check import GrammarCheck
 from server.http.time_limits import TimeLimits
@@ -107,7 +108,9 @@ class Runtime:
 
     def _loaded(self) -> tuple[Tokenizer, TextCodec]:
         tokenizer = self._load_tokenizer()
-        return tokenizer, TextCodec(tokenizer)
+        codec = TextCodec(tokenizer)
+        return_free_memory()
+        return tokenizer, codec
 
     async def _failure(self) -> None:
         """Return when the engine has failed for good. Polls, because EngineService has no event for it."""

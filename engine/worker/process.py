@@ -4,7 +4,6 @@ Knows messages and one synchronous engine. Does not know the client. Importing t
 client's process imports it to launch workers.
 """
 
-import ctypes
 import gc
 import logging
 import multiprocessing
@@ -24,6 +23,7 @@ import zmq
 
 from engine.core.config import EngineConfig
 from engine.core.refusal import Refusal
+from engine.utils.free_memory import return_free_memory
 from engine.worker.engine_loop import EngineFactory, EngineLoop, SteppedEngine
 from engine.worker.messages import (
     Addresses,
@@ -186,12 +186,6 @@ def _configure_process(configure_logging: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=die_with_parent, name="die-with-parent", daemon=True).start()
     configure_logging()
-
-
-def return_free_memory() -> None:
-    """Return to the system what loading has freed. Without glibc this does nothing."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def name_process(name: str) -> None:
