@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections import defaultdict
@@ -39,8 +40,7 @@ _HERE = Path(__file__).resolve().parents[1]
 _LIMIT_S = 900.0
 _NUM_REQUESTS, _NUM_TOKENS = 10, 16
 _MIB = 1 << 20
-# What the installed command runs, with this checkout's packages.
-_PROGRAM = "import sys\nfrom server.cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+_PROGRAM = "import sys\nfrom {module} import {name}\nif __name__ == '__main__':\n    sys.exit({name}())\n"
 _STAGES = {  # the words of the line that ends a stage
     "weights converted": "converting",
     "worker launched": "launched as process",
@@ -78,13 +78,12 @@ def main() -> None:
     starts: dict[str, list[Start]] = defaultdict(list)
     foreign_cpus = []
     with tempfile.TemporaryDirectory(prefix="latebranch-start-") as folder:
-        program = Path(folder) / "latebranch"
-        program.write_text(_PROGRAM)
         checkouts = [*(Path(one).resolve() for one in args.checkouts), _HERE]
         for number in range(args.rounds + (not args.first)):
             for checkout in checkouts:
                 cache = _empty_cache(Path(folder) / f"{number}-{checkout.name}", model.gguf) if args.first else default_root()
                 words = ["serve", "--model", args.model, *(f"--{name}={value}" for name, value in args.set), "--port"]
+                program = _program(Path(folder) / f"latebranch-{checkout.name}", checkout)
                 own = {"PYTHONPATH": str(checkout), "LATEBRANCH_CACHE": str(cache)}
                 subject = Subject(checkout.name, (sys.executable, str(program), *words), own, "/live", "/ready")
                 foreign = ForeignCpu(lambda: sum(os.times()[:4]))
@@ -99,6 +98,14 @@ def main() -> None:
     settings = " ".join(f"{name}={value}" for name, value in args.set)
     print(f"{args.model} {settings}; {args.rounds} rounds; others used {statistics.median(foreign_cpus):.1f} processors")
     print(json.dumps({name: [vars_of(one) for one in found] for name, found in starts.items()}))
+
+
+def _program(file: Path, checkout: Path) -> Path:
+    """Write what a checkout's installed command runs."""
+    scripts = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["latebranch"].partition(":")
+    file.write_text(_PROGRAM.format(module=module, name=name))
+    return file
 
 
 def measured(subject: Subject) -> Start:

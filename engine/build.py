@@ -128,7 +128,8 @@ def build_engine(
         engine.add_observer(_file_tracer(Path(config.trace_file), info))
     if info.rounds_by_width:
         _logger.warning("bfloat16 rounds wide and narrow passes differently: near ties can be decided differently")
-    _logger.info("engine ready: %s", info)
+    _logger.info("%s in %s on %s, drafter %s, policy %s", info.name, info.dtype, info.device, info.drafter, info.policy)
+    _logger.debug("engine ready: %s", info)
     return engine
 
 
@@ -180,7 +181,7 @@ def _require_memory(config: EngineConfig, device: torch.device) -> None:
     need = memory_need(config, draft_dtype(config, device), device)
     if (lacking := shortage(need, device)) is not None:
         raise BadConfiguration(lacking)
-    _logger.info("memory at most: %s", need)
+    _logger.debug("memory at most: %s", need)
 
 
 def _file_tracer(path: Path, info: ModelInfo) -> FileTracer:

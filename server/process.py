@@ -7,9 +7,11 @@ the engine fails   end with a reason and a status that is not 0
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import resource
+import shlex
 import signal
 import socket
 from collections import Counter
@@ -41,6 +43,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._runtime = runtime
         self._drain_s = drain_s
+        self._latest_signal: int | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -54,9 +57,18 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop; at the second signal, at once."""
-        del sig, frame
+        del frame
         self.force_exit = self.should_exit
         self.should_exit = True
+        self._latest_signal = sig
+
+    @property
+    def url(self) -> str:
+        """The address to open in a browser on this machine."""
+        names = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
+        host = names.get(self.config.host, f"[{self.config.host}]" if ":" in self.config.host else self.config.host)
+        ports = [one.getsockname()[1] for server in self.servers for one in server.sockets]
+        return f"{'https' if self.config.is_ssl else 'http'}://{host}:{next(iter(ports), self.config.port)}"
 
     def give_up(self) -> None:
         """Stop because the engine failed for good."""
@@ -64,6 +76,9 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain the engine while uvicorn waits for the connections. The engine's ABORTs end answers that outlast the drain."""
+        if num_answers := len(self.server_state.tasks):
+            again = "Ctrl-C again ends" if self._latest_signal == signal.SIGINT else "a second signal ends"
+            log.info("stopping: %d answers get %g s to finish; %s them now", num_answers, self._drain_s, again)
         draining = asyncio.create_task(self._runtime.stop(self._drain_s))
         await super().shutdown(sockets)
         await self._runtime.stop(0.0)
@@ -92,10 +107,22 @@ def serve(settings: Settings) -> str | None:
     app = create_app(settings, on_fatal=on_fatal)
     runtime: Runtime = app.state.runtime
     server = Server(_uvicorn_config(app, settings), runtime, settings.drain_s)
+    runtime.on_ready = lambda: log.info("ready: open %s, or %s", server.url, _first_request(server.url, runtime))
+    log.info("loading %s; /ready answers 200 once it is served", settings.model)
     server.run()
     if runtime.is_refused:
         raise Refusal(runtime.fatal)
     return runtime.fatal
+
+
+def _first_request(url: str, runtime: Runtime) -> str:
+    """Return a command that asks the model."""
+    has_template = bool(runtime.codec.info.chat_template)
+    asked = {"messages": [{"role": "user", "content": "Hello"}]} if has_template else {"prompt": "Once upon a time"}
+    path = "/v1/chat/completions" if has_template else "/v1/completions"
+    key = ' -H "Authorization: Bearer $KEY"' if runtime.settings.all_api_keys else ""
+    body = json.dumps({"model": runtime.settings.served_name, **asked})
+    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def _max_connections(wanted: int) -> int:

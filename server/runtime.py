@@ -47,6 +47,7 @@ class Runtime:
         self.created_s = int(time.time())
         self.time_limits = TimeLimits(settings.first_token_limit_s, settings.request_limit_s)
         self.fatal: str | None = None
+        self.on_ready: Callable[[], None] = lambda: log.info("serving %s", settings.served_name)
         self.is_refused = False
         self._fetch, self._load_tokenizer = fetch, load_tokenizer
         self._on_fatal = on_fatal
@@ -97,7 +98,7 @@ class Runtime:
             self._tokenizer, self._codec = tokenizer, codec
             self.tool_support = tool_support(self._codec, self.settings.tool_call_parser)
             self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
-            log.info("serving %s", self.settings.served_name)
+            self.on_ready()
             await self._failure()
             self._fail(self.engine.health.detail or "the engine failed for good")
         except Exception as error:

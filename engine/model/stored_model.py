@@ -41,7 +41,7 @@ from engine.native.decoder import DecoderParts, LayerParts, NativeDecoder, Rotat
 from engine.native.linear import PackedWeights
 from engine.utils import huge_pages
 from engine.utils.one_line import one_line
-from engine.utils.progress_bar import progress_line
+from engine.utils.progress_bar import long_work
 from engine.weights import UnsupportedModel, WeightsCache, WeightsError, default_root
 from engine.weights.fingerprint import digest_of, weights_digest
 from engine.weights.stored import num_parameters
@@ -178,8 +178,8 @@ def _digest_of_code() -> str:
 
 def _make(folder: Path, precision: str, target: Path, entries: Path) -> None:
     """Write the file of a model, and delete old ones."""
-    progress_line(f"checking and packing {folder.name} in {precision}: once, for later starts")
-    _store_in_process(folder, precision, target)
+    with long_work(f"packing {folder.name} in {precision} and checking it, once for all starts"):
+        _store_in_process(folder, precision, target)
     _delete_old(entries, _prefix(folder, precision))
 
 

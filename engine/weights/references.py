@@ -7,11 +7,12 @@ import hashlib
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.utils.did_you_mean import did_you_mean
-from engine.utils.progress_bar import is_terminal, progress_line
+from engine.utils.progress_bar import long_work
 from engine.weights.cache import WeightsCache, default_root
 from engine.weights.errors import UnusableReference, WeightsError
 from engine.weights.fetch import fetch_gguf
@@ -113,12 +114,11 @@ def _convert(gguf: Path, target: Path, weights: str, progress: bool) -> None:
     """Run engine/weights/convert.py. Its stderr is progress, shown or discarded; its stdout is the reason for a failure."""
     command = [sys.executable, "-P", "-m", "engine.weights.convert", str(gguf), str(target), weights]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # the conversion needs only the file
+    environment["TQDM_DISABLE"] = "1"  # its bars are of single steps
     stderr = None if progress else subprocess.DEVNULL
-    if progress and not is_terminal():  # a log gets one line in place of progress bars
-        progress_line(f"converting {gguf.name}")
-        environment["TQDM_DISABLE"] = "1"
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True, check=False
-    )
+    with long_work(f"converting {gguf.name}") if progress else nullcontext():
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True, check=False
+        )
     if done.returncode != 0:
         raise WeightsError(f"cannot convert {gguf}: {done.stdout.strip() or f'exit status {done.returncode}'}")

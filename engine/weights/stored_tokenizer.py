@@ -26,6 +26,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from engine.utils.one_line import one_line
+from engine.utils.progress_bar import long_work
 from engine.weights import pretrained
 from engine.weights.cache import WeightsCache, default_root
 from engine.weights.chat_template import rendered
@@ -216,7 +217,8 @@ def _key(folder: Path) -> str:
 def _store(folder: Path, target: Path) -> None:
     """Let a process of its own build and store the tokenizer, so that this one does not import transformers."""
     command = [sys.executable, "-P", "-m", __spec__.name, str(folder), str(target)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    with long_work(f"reading the tokenizer of {folder.name}, once for all starts"):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
     kind, _, reason = done.stdout.strip().partition(" ")
     if done.returncode != 0:
         error = UnsupportedModel if kind == UnsupportedModel.__name__ else WeightsError

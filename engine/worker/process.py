@@ -116,8 +116,8 @@ class ProcessLauncher:
         spec = _WorkerSpec(self._config, self._factory, addresses, self._configure_logging)
         self._config = replace(self._config, is_restart=True)
         if self._template is not None:
-            start_template(self._template)
             try:
+                start_template(self._template)
                 return _started("forkserver", spec)
             except (EOFError, OSError) as error:
                 _logger.warning("no worker can be forked (%s); one is started without the template", error)

@@ -10,6 +10,7 @@ from importlib import import_module
 
 from engine.core.refusal import Refusal
 from engine.weights.errors import WeightsError
+from server.cli.parser import Parser
 
 # The module of each command, with its function `add_..._command`. Only the module of the given command is imported. Worker
 # processes import this module again, as the program's main module.
@@ -22,6 +23,10 @@ _MODULES = {
     "selector": "selector",
     "trace": "trace",
 }
+_EXAMPLES = """examples:
+  latebranch serve --model qwen2.5-coder-1.5b --dtype compact
+  latebranch serve --public --api-keys-file keys.txt --port 8080
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of the given command, or of all commands if it is none of them."""
-    parser = argparse.ArgumentParser(prog="latebranch", description="Lossless tree-speculative LLM inference.")
+    parser = Parser(prog="latebranch", description="Lossless tree-speculative LLM inference.", epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=_version_text())
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     known = ["serve", *_MODULES, "version"]
@@ -57,7 +62,9 @@ def _add_serve_command(subparsers: "argparse._SubParsersAction[argparse.Argument
     """Add `serve`, with a flag for every setting."""
     from server.cli.settings_flags import add_settings_flags
 
-    command = subparsers.add_parser("serve", help="serve a model over HTTP")
+    about = "Serve a model over HTTP. Every flag is a setting of docs/configuration.md."
+    command = subparsers.add_parser("serve", help="serve a model over HTTP", description=about, epilog=_EXAMPLES)
+    command.usage = "%(prog)s [flags]"
     add_settings_flags(command)
     command.set_defaults(handler=_serve)
 
@@ -65,6 +72,7 @@ def _add_serve_command(subparsers: "argparse._SubParsersAction[argparse.Argument
 def _serve(parsed: argparse.Namespace) -> int:
     from server.cli.settings_flags import settings_of
     from server.http.logs import configure_logging
+    from server.preflight import require_startable
     from server.settings import SettingsError
 
     try:
@@ -73,6 +81,7 @@ def _serve(parsed: argparse.Namespace) -> int:
         sys.stderr.write(f"latebranch serve: {error}\n")
         return 2
     configure_logging(settings.log_level, settings.log_format)
+    require_startable(settings)
     if settings.spare_worker:
         from engine.worker.process import start_template
         from server.assembly import TEMPLATE
