@@ -6,17 +6,13 @@ model is built from transformers' own.
 
 import hashlib
 import json
-import logging
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
-from engine.utils.one_line import one_line
 from engine.weights import pretrained
 from engine.weights.cache import WeightsCache, default_root
-
-_logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the file's form, and of what `refuse_by_configuration` refuses
 
@@ -40,26 +36,18 @@ class StoredConfig:
         return self._json_text
 
 
+class _NoJson(Exception):
+    """A configuration has values that JSON does not hold."""
+
+
 def read_config(folder: Path) -> Configuration:
     """Return the configuration of a model folder; raise WeightsError if it cannot be read, UnsupportedModel if it is refused."""
-    entry = WeightsCache(default_root()).configuration(_key(folder))
+    cache = WeightsCache(default_root())
     try:
-        return _from_text(entry.read_text())
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError) as error:
-        _logger.warning("%s is damaged (%s) and is made again", entry, one_line(error))
-    config = pretrained.load_config(folder)
-    try:
-        text = _as_text(config)
-    except (TypeError, ValueError, AttributeError):  # it has values that JSON does not hold
-        return config
-    try:
-        entry.unlink(missing_ok=True)
-        WeightsCache(default_root()).obtain(entry, lambda target, _: target.write_text(text))
-    except OSError as error:
-        _logger.warning("the configuration of %s cannot be stored: %s", folder, one_line(error))
-    return _from_text(text)
+        text = cache.text(cache.configuration(_key(folder)), lambda: _as_text(pretrained.load_config(folder)))
+    except _NoJson:
+        return pretrained.load_config(folder)
+    return StoredConfig(**json.loads(text))
 
 
 def _key(folder: Path) -> str:
@@ -73,14 +61,7 @@ def _as_text(config: Any) -> str:
     text = config.get_text_config()
     other_names = {name: getattr(text, name) for name in getattr(text, "attribute_map", {}) if hasattr(text, name)}
     found = {"model_type": config.model_type, "text": {**text.to_dict(), **other_names}, "json_text": config.to_json_string()}
-    content = json.dumps(found)
-    return json.dumps({"digest": hashlib.sha256(content.encode()).hexdigest(), "content": content})
-
-
-def _from_text(text: str) -> StoredConfig:
-    """Return the configuration of a file's text; raise ValueError or TypeError for another text."""
-    stored = json.loads(text)
-    content = stored.get("content") if isinstance(stored, dict) else None
-    if not isinstance(content, str) or stored.get("digest") != hashlib.sha256(content.encode()).hexdigest():
-        raise ValueError("its digest differs")
-    return StoredConfig(**json.loads(content))
+    try:
+        return json.dumps(found)
+    except (TypeError, ValueError) as error:
+        raise _NoJson from error
