@@ -78,7 +78,8 @@ class Server(uvicorn.Server):
         """Drain the engine while uvicorn waits for the connections. The engine's ABORTs end answers that outlast the drain."""
         if num_answers := len(self.server_state.tasks):
             again = "Ctrl-C again ends" if self._latest_signal == signal.SIGINT else "a second signal ends"
-            log.info("stopping: %d answers get %g s to finish; %s them now", num_answers, self._drain_s, again)
+            waited = "1 answer gets" if num_answers == 1 else f"{num_answers} answers get"
+            log.info("stopping: %s %g s to finish; %s them now", waited, self._drain_s, again)
         draining = asyncio.create_task(self._runtime.stop(self._drain_s))
         await super().shutdown(sockets)
         await self._runtime.stop(0.0)

@@ -209,7 +209,8 @@ class Settings(BaseSettings):
     )
     spare_worker: bool = Field(
         default=True,
-        description="Keep a process that has imported the worker's modules: it replaces a dead one sooner, for 0.3 GB of memory.",
+        description="Fork workers from a process that has imported what they need: a dead one is replaced sooner, and they share "
+        "that memory. It has no weights.",
     )
     crash_dump_dir: str | None = Field(
         default=None, description="Folder for a JSON file of each death of a worker, the last 100 (docs/faults.md); unset: none."

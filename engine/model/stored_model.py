@@ -144,6 +144,12 @@ def load_stored(folder: Path, precision: str, device: torch.device) -> StoredMod
     return None
 
 
+def forget_stored(folder: Path, precision: str) -> None:
+    """Delete the stored model of a folder, so that the next load checks it again. Raises OSError."""
+    if fastest_linears(torch.device("cpu")) == NATIVE:
+        WeightsCache(default_root()).packed(_name(folder, precision)).unlink(missing_ok=True)
+
+
 def _has_space(store: WeightsCache, num_parameters: int) -> bool:
     root = next(path for path in (store.root, *store.root.parents) if path.exists())
     wanted, free = num_parameters * _MOST_BYTES + _SPARE_BYTES, shutil.disk_usage(root).free
