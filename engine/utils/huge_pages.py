@@ -63,7 +63,8 @@ def growing(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map
+    with torch.inference_mode(False):  # it may be written outside of inference mode
+        whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map
     first = -whole.data_ptr() % _PAGE_BYTES  # the first huge page
     if hasattr(mmap, "MADV_HUGEPAGE"):
         size = num_bytes // shape[0]
@@ -72,7 +73,8 @@ def growing(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             if start < end:
                 with suppress(OSError):
                     memory.madvise(mmap.MADV_HUGEPAGE, first + start, end - start)
-    return whole[first:][:num_bytes].view(dtype).view(shape)
+    with torch.inference_mode(False):
+        return whole[first:][:num_bytes].view(dtype).view(shape)
 
 
 def _pages_above(num_bytes: int) -> int:

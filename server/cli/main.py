@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of the given command, or of all commands if it is none of them."""
     parser = Parser(prog="latebranch", description="Lossless tree-speculative LLM inference.", epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=_version_text())
