@@ -117,13 +117,13 @@ def serve(settings: Settings) -> str | None:
 
 
 def _first_request(url: str, runtime: Runtime) -> str:
-    """Return a command that asks the model."""
+    """Return a command that sends a request to the model."""
     has_template = bool(runtime.codec.info.chat_template)
-    asked = {"messages": [{"role": "user", "content": "Hello"}]} if has_template else {"prompt": "Once upon a time"}
+    body = {"messages": [{"role": "user", "content": "Hello"}]} if has_template else {"prompt": "Once upon a time"}
     path = "/v1/chat/completions" if has_template else "/v1/completions"
     key = ' -H "Authorization: Bearer $KEY"' if runtime.settings.all_api_keys else ""
-    body = json.dumps({"model": runtime.settings.served_name, **asked})
-    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    text = json.dumps({"model": runtime.settings.served_name, **body})
+    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(text)}"
 
 
 def _max_connections(wanted: int) -> int:

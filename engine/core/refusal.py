@@ -1,5 +1,5 @@
-"""What a user asked for and cannot have."""
+"""The error for a configuration that cannot be served."""
 
 
 class Refusal(Exception):
-    """A setting, a file or a model cannot be used as asked, at any start. The message is one line for the user."""
+    """A setting, a file or a model cannot be used, at any start. The message is one line for the user."""

@@ -63,7 +63,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 class StoredModel(CausalModel):
     """A model of a stored file. It has no module of transformers, so nothing but the library can run it."""
 
-    def __init__(self, parts: DecoderParts, facts: "_Facts", precision: str) -> None:
+    def __init__(self, parts: DecoderParts, facts: "_ModelFacts", precision: str) -> None:
         self.device, self.attend, self.memories = torch.device("cpu"), None, []
         self.native = NativeDecoder(parts, precision)
         self._parts, self._facts = parts, facts
@@ -109,7 +109,7 @@ class StoredModel(CausalModel):
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class _ModelFacts:
     """What a CausalModel reads from transformers' configuration."""
 
     vocab_size: int
@@ -211,7 +211,7 @@ def _delete_old(folder: Path, prefix: str) -> None:
 def store(folder: Path, precision: str, target: Path) -> None:
     """Load and check a model with transformers, and write it as a stored file. Raises what the check raises.
 
-    A model that the library cannot run gives a file that says so.
+    A model that the library cannot run gives a file without tensors.
     """
     model = load_model(folder, precision, torch.device("cpu"), NATIVE)
     if model.native is None:
@@ -302,7 +302,7 @@ def read_stored(path: Path, precision: str) -> StoredModel | None:
         if content["native"] is not True:
             return None
         tensors = dict(_tensors(file, header, begin, described["sums"]))
-    facts = _Facts(**{**content["facts"], "eos_token_ids": tuple(content["facts"]["eos_token_ids"])})
+    facts = _ModelFacts(**{**content["facts"], "eos_token_ids": tuple(content["facts"]["eos_token_ids"])})
     return StoredModel(_parts(content, tensors), facts, precision)
 
 
