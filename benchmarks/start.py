@@ -85,11 +85,12 @@ def main() -> None:
                 words = ["serve", "--model", args.model, *(f"--{name}={value}" for name, value in args.set), "--port"]
                 program = _program(Path(folder) / f"latebranch-{checkout.name}", checkout)
                 own = {"PYTHONPATH": str(checkout), "LATEBRANCH_CACHE": str(cache)}
-                subject = Subject(checkout.name, (sys.executable, str(program), *words), own, "/live", "/ready")
+                name = "this checkout" if checkout == _HERE else checkout.name
+                subject = Subject(name, (sys.executable, str(program), *words), own, "/live", "/ready")
                 foreign = ForeignCpu(lambda: sum(os.times()[:4]))
                 found = measured(subject)
                 if number or args.first:  # the first round fills caches
-                    starts[checkout.name].append(found)
+                    starts[name].append(found)
                     foreign_cpus.append(foreign.cpus() or 0.0)
             if model.gguf is not None and setup.is_set_up("llama.cpp") and not args.first and number:
                 command = (str(setup.llama_program("llama-server")), "--model", str(model.gguf), "--ctx-size", "8192", "--port")

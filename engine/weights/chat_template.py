@@ -25,7 +25,7 @@ class _GenerationBlocks(ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's attribute)
 
-    def parse(self, parser: Parser) -> nodes.CallBlock:
+    def parse(self, parser: Parser) -> nodes.Node:
         """Return a block that writes its content."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)

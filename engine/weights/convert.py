@@ -76,12 +76,13 @@ def convert(gguf: Path, folder: Path, weights: str = EXACT) -> None:
     tokenizer.save_pretrained(folder)
 
 
-class _Reader(GGUFReader):  # type: ignore[misc]
+class _Reader(GGUFReader):
     """Reads fields from a plain array: a slice of NumPy's memory map takes several times as long, and there are a million."""
 
     def _get(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.data, np.memmap):
-            self.data = self.data.view(np.ndarray)
+        data: Any = vars(self)["data"]
+        if isinstance(data, np.memmap):
+            vars(self)["data"] = data.view(np.ndarray)
         return super()._get(*args, **kwargs)
 
 
