@@ -16,7 +16,6 @@ import logging
 import math
 import mmap
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,7 +41,8 @@ from engine.native.linear import PackedWeights
 from engine.utils import huge_pages
 from engine.utils.one_line import one_line
 from engine.utils.progress_bar import long_work
-from engine.weights import UnsupportedModel, WeightsCache, WeightsError, default_root
+from engine.weights import WeightsCache, WeightsError, default_root
+from engine.weights.apart import reported, run_apart
 from engine.weights.fingerprint import digest_of, weights_digest
 from engine.weights.stored import num_parameters
 
@@ -191,12 +191,7 @@ def _make(folder: Path, precision: str, target: Path, entries: Path) -> None:
 
 def _store_in_process(folder: Path, precision: str, target: Path) -> None:
     """Check and store a model in a process of its own, which frees the memory of transformers and of the weights."""
-    command = [sys.executable, "-P", "-m", __spec__.name, str(folder), precision, str(target)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    kind, _, reason = done.stdout.strip().rpartition("\n")[2].partition(" ")
-    if done.returncode != 0:
-        error = UnsupportedModel if kind == UnsupportedModel.__name__ else WeightsError
-        raise error(reason or f"{folder} cannot be loaded: exit status {done.returncode}")
+    run_apart(__spec__.name, str(folder), precision, str(target))
 
 
 def _delete_old(folder: Path, prefix: str) -> None:
@@ -373,13 +368,13 @@ def _parts(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Decoder
 
 
 def main(folder: str, precision: str, target: str) -> int:
-    """Store a model; on failure write the kind and the reason to stdout, for the parent process."""
-    try:
+    """Store a model for `_store_in_process`."""
+
+    def work() -> str:
         store(Path(folder), precision, Path(target))
-    except (UnsupportedModel, WeightsError) as error:
-        sys.stdout.write(f"{type(error).__name__} {one_line(error)}\n")
-        return 1
-    return 0
+        return ""
+
+    return reported(work)
 
 
 if __name__ == "__main__":

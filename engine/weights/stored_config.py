@@ -6,15 +6,17 @@ model is built from transformers' own.
 
 import hashlib
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from engine.weights import pretrained
+from engine.weights.apart import reported, run_apart
 from engine.weights.cache import WeightsCache, default_root
 
-_VERSION = 1  # of the file's form, and of what `refuse_by_configuration` refuses
+_VERSION = 2  # of the file's form, and of what `refuse_by_configuration` refuses
 
 Configuration: TypeAlias = Any  # transformers' configuration, or a StoredConfig
 
@@ -36,18 +38,16 @@ class StoredConfig:
         return self._json_text
 
 
-class _NoJson(Exception):
-    """A configuration has values that JSON does not hold."""
-
-
 def read_config(folder: Path) -> Configuration:
     """Return the configuration of a model folder; raise WeightsError if it cannot be read, UnsupportedModel if it is refused."""
     cache = WeightsCache(default_root())
-    try:
-        text = cache.text(cache.configuration(_key(folder)), lambda: _as_text(pretrained.load_config(folder)))
-    except _NoJson:
-        return pretrained.load_config(folder)
-    return StoredConfig(**json.loads(text))
+    found = json.loads(cache.text(cache.configuration(_key(folder)), lambda: _made(folder)))
+    return pretrained.load_config(folder) if found is None else StoredConfig(**found)
+
+
+def _made(folder: Path) -> str:
+    """Return the text of a configuration that transformers reads: in a process of its own, unless this one has imported it."""
+    return _as_text(folder) if "transformers" in sys.modules else run_apart(__spec__.name, str(folder))
 
 
 def _key(folder: Path) -> str:
@@ -57,11 +57,17 @@ def _key(folder: Path) -> str:
     return hashlib.sha256(f"{_VERSION} {version('transformers')} ".encode() + content).hexdigest()[:24]
 
 
-def _as_text(config: Any) -> str:
+def _as_text(folder: Path) -> str:
+    """Return a configuration as JSON; null if it has values that JSON does not hold."""
+    config = pretrained.load_config(folder)
     text = config.get_text_config()
     other_names = {name: getattr(text, name) for name in getattr(text, "attribute_map", {}) if hasattr(text, name)}
     found = {"model_type": config.model_type, "text": {**text.to_dict(), **other_names}, "json_text": config.to_json_string()}
     try:
         return json.dumps(found)
-    except (TypeError, ValueError) as error:
-        raise _NoJson from error
+    except (TypeError, ValueError):
+        return "null"
+
+
+if __name__ == "__main__":
+    sys.exit(reported(lambda: _as_text(Path(sys.argv[1]))))

@@ -14,7 +14,6 @@ Run as a program, this module stores the tokenizer of a folder.
 import hashlib
 import json
 import logging
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,9 +27,9 @@ from tokenizers import AddedToken, Tokenizer
 from engine.utils.one_line import one_line
 from engine.utils.progress_bar import long_work
 from engine.weights import pretrained
+from engine.weights.apart import reported, run_apart
 from engine.weights.cache import WeightsCache, default_root
 from engine.weights.chat_template import rendered
-from engine.weights.errors import UnsupportedModel, WeightsError
 
 _logger = logging.getLogger(__name__)
 
@@ -216,13 +215,8 @@ def _key(folder: Path) -> str:
 
 def _store(folder: Path, target: Path) -> None:
     """Let a process of its own build and store the tokenizer, so that this one does not import transformers."""
-    command = [sys.executable, "-P", "-m", __spec__.name, str(folder), str(target)]
     with long_work(f"reading the tokenizer of {folder.name}, once for all starts"):
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    kind, _, reason = done.stdout.strip().partition(" ")
-    if done.returncode != 0:
-        error = UnsupportedModel if kind == UnsupportedModel.__name__ else WeightsError
-        raise error(reason or f"the tokenizer of {folder} cannot be read: exit status {done.returncode}")
+        run_apart(__spec__.name, str(folder), str(target))
 
 
 def stored_form(tokenizer: Any) -> bytes:
@@ -286,13 +280,13 @@ def _rendered(tokenizer: Any) -> str:
 
 
 def main(folder: str, target: str) -> int:
-    """Store the tokenizer of a folder; on failure write the kind and the reason to stdout, for the parent process."""
-    try:
+    """Store the tokenizer of a folder for `_store`."""
+
+    def work() -> str:
         Path(target).write_bytes(stored_form(pretrained.load_tokenizer(Path(folder))))
-    except (WeightsError, UnsupportedModel) as error:
-        sys.stdout.write(f"{type(error).__name__} {one_line(error)}\n")
-        return 1
-    return 0
+        return ""
+
+    return reported(work)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Each handler returns the exit status.
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -87,8 +88,11 @@ def _serve(parsed: argparse.Namespace) -> int:
         from server.assembly import TEMPLATE
 
         start_template(TEMPLATE)  # first, because its imports are slow too
+    gc.disable()  # collections among the objects of so many imports take longer than the imports
     from server.process import serve
 
+    gc.freeze()
+    gc.enable()
     reason = serve(settings)  # raises Refusal
     if reason is not None:
         sys.stderr.write(f"latebranch serve: {reason}\n")
