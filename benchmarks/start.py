@@ -4,9 +4,10 @@
     python -m benchmarks.start ../before --model smollm2-135m --set dtype=compact --rounds 5
     python -m benchmarks.start ../before --model smollm2-135m --first --rounds 1
 
-Everything is cached, unless `--first` is given: then each start has an empty cache but for the GGUF file, and converts it. Memory
-is the sum of the proportional set sizes of the server's processes, so that shared pages count once. A stage ends with the first
-log line that has its words. llama-server is measured too where `python -m benchmarks.peers setup llama.cpp` has built it and the
+Everything is cached, unless `--first` is given: then each start has an empty cache but for the GGUF file, and converts it. Processor
+time is of all the server's processes; a busy machine changes it less than the seconds that pass. Memory is the sum of the
+proportional set sizes of the server's processes, so that shared pages count once. A stage ends with the first log line that has
+its words. llama-server is measured too where `python -m benchmarks.peers setup llama.cpp` has built it and the
 model has a GGUF file. Prints medians with the lowest and the highest value, and the ratios of the medians of a round; the last
 line is JSON.
 """
@@ -34,6 +35,7 @@ from pathlib import Path
 from benchmarks.foreign import ForeignCpu
 from benchmarks.markdown import table
 from benchmarks.peers import setup
+from benchmarks.peers.groups import ProcessGroup
 from engine.weights import default_root, resolve
 
 _HERE = Path(__file__).resolve().parents[1]
@@ -42,11 +44,7 @@ _NUM_REQUESTS, _NUM_TOKENS = 10, 16
 _MIB = 1 << 20
 _PROGRAM = "import sys\nfrom {module} import {name}\nif __name__ == '__main__':\n    sys.exit({name}())\n"
 _STAGES = {  # the words of the line that ends a stage
-    "weights converted": "converting",
     "worker launched": "launched as process",
-    "model loaded": "model check",
-    "model packed": "packing",
-    "engine ready": "engine ready",
     "worker ready": "is ready after",
 }
 
@@ -64,10 +62,11 @@ class Subject:
 
 @dataclass(slots=True)
 class Start:
-    """A measured start: seconds to each moment, the longest silence of its log, and bytes by process."""
+    """A measured start: seconds to each moment, the longest silence of its log, processor seconds, and bytes by process."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     silence_s: float = 0.0
+    cpu_s: float = 0.0
     bytes: dict[str, int] = field(default_factory=dict)
 
 
@@ -136,6 +135,7 @@ def measured(subject: Subject) -> Start:
                     raise SystemExit(f"{subject.name} did not start:\n{''.join(lines[-40:])}")
                 time.sleep(0.02)
             found.seconds[moment] = time.monotonic() - begin_s
+        found.cpu_s = ProcessGroup(process.pid).cpu_s()
         for index in range(_NUM_REQUESTS):
             _ask(port, f"{index}. The capital of France is")
         found.bytes = dict(_memory(process.pid))
@@ -216,6 +216,7 @@ def _report(starts: Mapping[str, Sequence[Start]], base: str) -> str:
     for moment in seen:
         cells = [[start.seconds[moment] for start in found if moment in start.seconds] for found in starts.values()]
         rows.append([f"{moment}, s", *map(_cell, cells)])
+    rows.append(["processor time to /ready, s", *(_cell([start.cpu_s for start in found]) for found in starts.values())])
     rows.append(["longest silence, s", *(_cell([start.silence_s for start in found]) for found in starts.values())])
     totals = {name: [sum(start.bytes.values()) / _MIB for start in found] for name, found in starts.items()}
     rows.append(["memory, MiB", *map(_cell, totals.values())])
@@ -223,6 +224,8 @@ def _report(starts: Mapping[str, Sequence[Start]], base: str) -> str:
     rows.append(["front end, MiB", *map(_cell, fronts)])
     ready = {name: [start.seconds["/ready"] for start in found] for name, found in starts.items()}
     rows.append([f"/ready over {base}", *(_ratio(found, ready[base]) for found in ready.values())])
+    used = {name: [start.cpu_s for start in found] for name, found in starts.items()}
+    rows.append([f"processor time over {base}", *(_ratio(found, used[base]) for found in used.values())])
     rows.append([f"memory over {base}", *(_ratio(found, totals[base]) for found in totals.values())])
     return table(["", *starts], rows)
 
@@ -239,7 +242,7 @@ def _cell(values: Sequence[float], digits: int = 1) -> str:
 
 def vars_of(start: Start) -> dict[str, object]:
     """Return a start as JSON."""
-    return {"seconds": start.seconds, "silence_s": start.silence_s, "bytes": start.bytes}
+    return {"seconds": start.seconds, "silence_s": start.silence_s, "cpu_s": start.cpu_s, "bytes": start.bytes}
 
 
 def _pair(text: str) -> tuple[str, str]:
