@@ -4,12 +4,11 @@
     python -m benchmarks.start ../before --model smollm2-135m --set dtype=compact --rounds 5
     python -m benchmarks.start ../before --model smollm2-135m --first --rounds 1
 
-Everything is cached, unless `--first` is given: then each start has an empty cache but for the GGUF file, and converts it. Processor
-time is of all the server's processes; a busy machine changes it less than the seconds that pass. Memory is the sum of the
-proportional set sizes of the server's processes, so that shared pages count once. A stage ends with the first log line that has
-its words. llama-server is measured too where `python -m benchmarks.peers setup llama.cpp` has built it and the
-model has a GGUF file. Prints medians with the lowest and the highest value, and the ratios of the medians of a round; the last
-line is JSON.
+Everything is cached, unless `--first` is given: then each start has an empty cache but for the GGUF file, and converts it.
+Processor time is of all the server's processes; a busy machine changes it less than the seconds that pass. Memory is the sum of
+the proportional set sizes of the server's processes, so that shared pages count once. A stage ends with the first log line that
+has its words. llama-server is measured too where `python -m benchmarks.peers setup llama.cpp` has built it and the model has a
+GGUF file. Prints medians with the lowest and the highest value, and the ratios of the medians of a round; the last line is JSON.
 """
 
 import argparse
@@ -45,6 +44,7 @@ _MIB = 1 << 20
 _PROGRAM = "import sys\nfrom {module} import {name}\nif __name__ == '__main__':\n    sys.exit({name}())\n"
 _STAGES = {  # the words of the line that ends a stage
     "worker launched": "launched as process",
+    "packing begun": "packing ",
     "worker ready": "is ready after",
 }
 

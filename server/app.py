@@ -19,7 +19,7 @@ from engine.worker.client import WorkerClient
 from engine.worker.crash_dump import CrashDumps
 from engine.worker.process import ProcessLauncher
 from engine.worker.restart_limits import Supervision
-from server.assembly import TEMPLATE, served_engine
+from server.assembly import served_engine
 from server.http.auth import OPEN_PATHS, ApiKeyGate
 from server.http.browsers import HostGate, OriginGate
 from server.http.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
@@ -27,6 +27,7 @@ from server.http.hosts import is_bound_to_loopback
 from server.http.logs import configure_logging
 from server.http.middleware import BodyLimit, ErrorBoundary, HeadAsGet, HeaderLimit, RequestContext
 from server.http.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
+from server.launch import TEMPLATE
 from server.metrics.http import HttpMeter
 from server.openapi import declare_keys
 from server.routes import docs, generation, models, operations, playground, tokens

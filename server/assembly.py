@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from engine.build import Models
     from engine.engine import Engine
 
-TEMPLATE = "server.template"  # the module that the template of workers imports
-
 
 def served_engine(config: EngineConfig) -> SteppedEngine:
     """Return the engine that a worker steps; raise its loading errors. A module-level function: the worker process imports it."""

@@ -58,16 +58,19 @@ class PackedWeights:
             if first < last:
                 scale_O = None if self.scale_O is None else self.scale_O[begin : begin + _ROWS]
                 part = self.packed[begin // BLOCK : (begin + _ROWS) // BLOCK]
-                dense_OI = self._dense(part, scale_O, min(_ROWS, self.num_outputs - begin))
-                found.append(dense_OI[outputs_M[first:last] - begin])
+                found.append(self._dense(part, scale_O, min(_ROWS, self.num_outputs - begin), outputs_M[first:last] - begin))
         return torch.cat(found)
 
-    def _dense(self, packed: Tensor, scale_O: Tensor | None, num_outputs: int) -> Float[Tensor, "O I"]:
+    def _dense(
+        self, packed: Tensor, scale_O: Tensor | None, num_outputs: int, wanted_M: Int[Tensor, " M"] | None = None
+    ) -> Float[Tensor, "M I"]:
+        """Return the weights of the wanted outputs of some blocks, by default of all."""
+        wanted = slice(None) if wanted_M is None else wanted_M
         if self.number in _COMPACT.values():
             assert scale_O is not None
-            return compact_unpacked(packed, scale_O).dense()[:, : self.num_inputs]
-        weight_OI = unpacked(packed)[:num_outputs, : self.num_inputs].float()
-        return weight_OI if scale_O is None else (weight_OI - _ZERO) * scale_O[:, None]
+            return compact_unpacked(packed, scale_O).of_outputs(wanted).dense()[:, : self.num_inputs]
+        weight_MI = unpacked(packed)[:num_outputs, : self.num_inputs][wanted].float()
+        return weight_MI if scale_O is None else (weight_MI - _ZERO) * scale_O[wanted, None]
 
 
 class NativeLinear(nn.Module):

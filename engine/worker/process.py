@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from engine.worker.messages import (
     encode_message,
 )
 from engine.worker.step_log import open_step_log
+from engine.worker.template import start_template
 
 _logger = logging.getLogger(__name__)
 
@@ -122,17 +122,6 @@ class ProcessLauncher:
             except (EOFError, OSError) as error:
                 _logger.warning("no worker can be forked (%s); one is started without the template", error)
         return _started("spawn", spec)
-
-
-def start_template(module: str) -> None:
-    """Start the template process unless it runs, and return at once."""
-    forkserver.set_forkserver_preload([module])
-    # SIGINT goes to every process of a terminal; the template must not end while it imports.
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,15 @@ Each handler returns the exit status.
 
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from engine.core.refusal import Refusal
-from engine.weights.errors import WeightsError
+from engine.worker.template import start_template
 from server.cli.parser import Parser
+from server.launch import TEMPLATE
 
 # The module of each command, with its function `add_..._command`. Only the module of the given command is imported. Worker
 # processes import this module again, as the program's main module.
@@ -33,6 +35,10 @@ _EXAMPLES = """examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if _surely_needs_template(arguments):
+        start_template(TEMPLATE)  # first, because its imports take longest
+    from engine.weights.errors import WeightsError  # here, because it brings the whole package
+
     parsed = _parser(arguments[:1]).parse_args(arguments)
     try:
         status: int = parsed.handler(parsed)
@@ -40,6 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"latebranch {arguments[0]}: {error}\n")
         return 2 if isinstance(error, Refusal) else 1
     return status
+
+
+def _surely_needs_template(arguments: Sequence[str]) -> bool:
+    """Return whether `serve` is called and no setting, which takes a while to read, can disable the template."""
+    words = " ".join(arguments)
+    is_set = any(name in words for name in ("--config", "--spare", "--help", "-h ")) or "LATEBRANCH_SPARE_WORKER" in os.environ
+    return arguments[:1] == ["serve"] and arguments[-1] != "-h" and not is_set
 
 
 def _parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -84,10 +97,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     configure_logging(settings.log_level, settings.log_format)
     require_startable(settings)
     if settings.spare_worker:
-        from engine.worker.process import start_template
-        from server.assembly import TEMPLATE
-
-        start_template(TEMPLATE)  # first, because its imports are slow too
+        start_template(TEMPLATE)
     gc.disable()  # collections among the objects of so many imports take longer than the imports
     from server.process import serve
 
