@@ -122,6 +122,7 @@ def build_engine(
     info = replace(info, policy=policy.name)
     grammars = CompiledGrammars(vocabulary_loader(folder, info.vocab_size, info.eos_token_ids))
     engine = Engine(info, config.scheduler, target, drafter, policy, roots, grammars)
+    target.cache.release()
     if canary is not None:
         engine.watch_slots(canary)
     if config.trace_file is not None:
