@@ -85,13 +85,13 @@ def build_engine(
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # our kernels and graphs run on the current device
     _require_memory(config, device)
-    models = _Models(load or load_whole, {} if models is None else models)
-    model = models.load(config.model, config.dtype, device)
+    loader = _Models(load or load_whole, {} if models is None else models)
+    model = loader.load(config.model, config.dtype, device)
     if model.native is not None:
         library.set_num_threads(config.num_threads)
     canary = SlotCanary() if config.kv_canary else None
     target = Target(model, config.scheduler.num_slots, canary)
-    config, own_drafter = _drafter_or_stand_in(config, target, models)
+    config, own_drafter = _drafter_or_stand_in(config, target, loader)
     with _refusing_graphs(config):
         recorded = _recorded(config, target, own_drafter)
         _prepare(recorded)
@@ -115,7 +115,7 @@ def build_engine(
     )
     measured = TextDrafter(model.vocab_size, device, _texts(config)) if isinstance(own_drafter, TextDrafter) else own_drafter
     _warm_up(info, config, target, _with_texts(measured, config, model))
-    rig = StepTimer(info, config.scheduler, target, measured, _drafter_weights(config, models.loaded))
+    rig = StepTimer(info, config.scheduler, target, measured, _drafter_weights(config, loader.loaded))
     policy = _policy(config, drafter, rig, roots, adaptive)
     with _refusing_graphs(config):
         _prepare(recorded)  # again, because the policy may now record root features

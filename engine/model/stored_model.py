@@ -43,8 +43,9 @@ from engine.utils.one_line import one_line
 from engine.utils.progress_bar import long_work
 from engine.weights import WeightsCache, WeightsError, default_root
 from engine.weights.apart import reported, run_apart
-from engine.weights.fingerprint import digest_of, weights_digest
+from engine.weights.fingerprint import weights_digest
 from engine.weights.stored import num_parameters
+from engine.weights.vocabulary import digest_of
 
 _logger = logging.getLogger(__name__)
 
@@ -346,7 +347,9 @@ def _mapped(file: BinaryIO, offset: int, num_bytes: int, dtype: torch.dtype, sha
 
 def _parts(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DecoderParts:
     def linear(name: str, sizes: list[int]) -> PackedWeights:
-        return PackedWeights(*sizes, tensors[f"{name}.packed"], tensors.get(f"{name}.scale"), tensors.get(f"{name}.bias"))
+        num_inputs, num_outputs, number = sizes
+        found = tensors[f"{name}.packed"], tensors.get(f"{name}.scale"), tensors.get(f"{name}.bias")
+        return PackedWeights(num_inputs, num_outputs, number, *found)
 
     layers = [
         LayerParts(

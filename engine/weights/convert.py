@@ -80,9 +80,9 @@ class _Reader(GGUFReader):
     """Reads fields from a plain array: a slice of NumPy's memory map takes several times as long, and there are a million."""
 
     def _get(self, *args: Any, **kwargs: Any) -> Any:
-        data: Any = vars(self)["data"]
-        if isinstance(data, np.memmap):
-            vars(self)["data"] = data.view(np.ndarray)
+        reader: Any = self
+        if isinstance(reader.data, np.memmap):
+            reader.data = reader.data.view(np.ndarray)
         return super()._get(*args, **kwargs)
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from engine.core.refusal import Refusal
 from engine.worker.template import start_template
@@ -72,7 +73,7 @@ def _parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_serve_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_serve_command(subparsers: "argparse._SubParsersAction[Any]") -> None:
     """Add `serve`, with a flag for every setting."""
     from server.cli.settings_flags import add_settings_flags
 

@@ -27,7 +27,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     monkeypatch.setattr("server.process.serve", serve)
     monkeypatch.setattr("server.http.logs.configure_logging", lambda level, form: None)
     monkeypatch.setattr("server.preflight._require_free", lambda host, port: None)
-    monkeypatch.setattr("engine.worker.process.start_template", lambda module: None)
+    monkeypatch.setattr("server.cli.main.start_template", lambda module: None)
     return calls
 
 
@@ -58,6 +58,26 @@ def test_the_help_begins_with_the_model_and_has_examples(capsys: pytest.CaptureF
     assert "Default: smollm2-135m" in text
     examples = text.partition("examples:\n")[2].splitlines()
     assert len([line for line in examples if line.startswith("  latebranch serve ")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_started"),
+    [
+        (["serve"], 2),
+        (["serve", "--spare-worker", "false"], 0),
+        (["version"], 0),
+        (["serve", "--config", "configs/default.yaml"], 1),
+    ],
+)
+def test_the_template_starts_unless_it_is_disabled(
+    arguments: list[str], num_started: int, served: list[Settings], monkeypatch: pytest.MonkeyPatch
+):
+    """A start begins with it where no setting can disable it, and repeats the call, which then does nothing."""
+    started: list[str] = []
+    monkeypatch.setattr("server.cli.main.start_template", started.append)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert server.cli.main.main(arguments) == 0
+    assert started == ["server.template"] * num_started
 
 
 def test_every_setting_is_in_one_group():
@@ -119,7 +139,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.http.logs.configure_logging", lambda level, form: None)
-    monkeypatch.setattr("engine.worker.process.start_template", None)
+    monkeypatch.setattr("server.cli.main.start_template", lambda module: None)
     monkeypatch.setattr("server.process.serve", None)
 
 

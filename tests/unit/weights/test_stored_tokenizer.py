@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from engine.weights import chat_template, stored_tokenizer
 from engine.weights.stored_tokenizer import StoredTokenizer, load_tokenizer, stored_form
 from tests import tokenizers_for_tests as small
 
-TOKENIZERS = {
+TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "byte-level": small.byte_level,
     "tools": small.calling,
     "special tools": lambda: small.calling(special=True),
@@ -26,7 +27,7 @@ TOKENIZERS = {
     "surrounding": small.surrounding,
     "byte fallback": small.byte_fallback,
 }
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be <brief> & 'kind'."},
     {"role": "user", "content": "naïve 日本語 😀", "name": None},
     {
@@ -37,7 +38,7 @@ MESSAGES = [
     },
     {"role": "tool", "content": '{"y": "é"}'},
 ]
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "f", "description": "à <b>", "parameters": {"type": "object", "properties": {}}}}
 ]
 # Each uses one thing that the environment of transformers adds to jinja2's, or does differently.
