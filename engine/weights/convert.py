@@ -6,7 +6,7 @@ model has several. The separate process returns the conversion's memory, and sep
 
 import re
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +86,21 @@ class _Reader(GGUFReader):
         return super()._get(*args, **kwargs)
 
 
-@cache
-def _reader(path: str) -> GGUFReader:
+@lru_cache(maxsize=1)
+def _reader(path: str, size: int, time_ns: int) -> GGUFReader:
+    del size, time_ns  # another file has others
     return _Reader(path)
 
 
+def _shared_reader(path: Path | str) -> GGUFReader:
+    stat = Path(path).stat()
+    return _reader(str(path), stat.st_size, stat.st_mtime_ns)
+
+
+@cache
 def _read_once() -> None:
     """Let transformers read the file once in this process. It reads it again for each part, and names tensors for each module."""
-    gguf_package.GGUFReader = lambda path: _reader(str(path))
+    gguf_package.GGUFReader = _shared_reader
     gguf_package.get_tensor_name_map = cache(gguf_package.get_tensor_name_map)
 
 
