@@ -15,6 +15,7 @@ BIN := $(VENV)/bin
 # A MODEL that was asked for is served too (the first of several), unless a configuration file says which.
 SERVE_MODEL := $(if $(filter file default undefined,$(origin MODEL)),,$(if $(findstring --config,$(ARGS)),,--model $(firstword $(MODEL))))
 INSTALLED := $(VENV)/.installed
+SERVING := $(VENV)/.serving
 TOOLS := .venv-conformance
 # Compiled at installation, where there is a compiler.
 NATIVE := $(wildcard engine/native/*.cpp engine/native/*.h)
@@ -24,6 +25,15 @@ PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 ifdef PIP_EXTRA_INDEX_URL
 export PIP_EXTRA_INDEX_URL
 endif
+
+# pip tells what it fetches: with --quiet it would be silent for a minute.
+define INSTALL
+	@echo "installing $(2) in $(VENV): a minute or two"
+	$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --no-compile -c constraints.txt -e '$(1)' \
+	  | grep --line-buffered -v '^Requirement already'
+	@echo "compiling them"
+	$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/tests/' "$$($(BIN)/$(PURELIB))" || true
+endef
 
 .PHONY: help install weights serve test test-fast conformance lint format bench clean
 
@@ -35,11 +45,16 @@ install: $(INSTALLED) ## make the environment in .venv, with the versions of con
 # pip would compile 16,000 files one after another; a few are of other Pythons, and compile in none.
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
-	$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/tests/' "$$($(BIN)/$(PURELIB))" || true
+	$(call INSTALL,.[dev],the packages of development)
+	touch $@ $(SERVING)
+
+# What serving needs. Where all is installed, nothing is.
+$(SERVING): pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call INSTALL,.,the packages of the server)
 	touch $@
 
-weights: $(INSTALLED) ## fetch and convert the weights of MODEL (smollm2-135m), once
+weights: $(SERVING) ## fetch and convert the weights of MODEL (smollm2-135m), once
 	$(BIN)/latebranch weights fetch $(MODEL)
 
 serve: weights ## serve MODEL (smollm2-135m) on 127.0.0.1:8000

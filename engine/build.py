@@ -5,7 +5,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from engine.audit.outcomes import tie_tolerance
 from engine.choice_cache import CachedChoice
 from engine.core.config import EngineConfig
 from engine.core.policy import ExpansionPolicy, FixedExpansion, PlainDecoding, RootSource
+from engine.core.refusal import Refusal
 from engine.core.step_plan import Feeding
 from engine.core.types import ModelInfo, Request, RequestDefaults, SamplingParams
 from engine.core.verifier_table import require_exact
@@ -41,6 +42,7 @@ from engine.memory_plan import memory_need, shortage
 from engine.model.causal_lm import CausalModel, load_model, weights_dtype
 from engine.model.linears import fastest_linears, fastest_precision
 from engine.model.root_features import RootFeatures
+from engine.model.stored_model import load_stored
 from engine.model.target import Target
 from engine.native import library
 from engine.profiling.step_timer import StepTimer
@@ -53,19 +55,25 @@ from engine.weights.request_defaults import read_request_defaults
 _logger = logging.getLogger(__name__)
 
 
-class BadConfiguration(ValueError):
+class BadConfiguration(Refusal, ValueError):
     """The configuration names something that does not exist or does not fit together."""
 
 
 PolicyFactory = Callable[[EngineConfig, StepTimer, RootSource], ExpansionPolicy]
 Models = MutableMapping[tuple[str, str], CausalModel]  # by reference and number format
+ModelLoader = Callable[[Path, str, torch.device], CausalModel]  # of a folder and a number format
 
 
-def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, models: Models | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    adaptive: PolicyFactory | None = None,
+    models: Models | None = None,
+    load: ModelLoader | None = None,
+) -> Engine:
     """Load everything and return an engine that is ready to step. Takes seconds to a minute.
 
     `adaptive` creates the policy of that name, which is not part of the engine. `models` caches loaded models, so that engines of
-    the same number format and device can share weights. Raises BadConfiguration, or what
+    the same number format and device can share weights. `load` is by default `load_whole`. Raises BadConfiguration, or what
     engine.weights raises.
     """
     require_exact(config.expansion, config.verifier)
@@ -73,16 +81,17 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
         torch.set_num_threads(config.num_threads)
     config = _compatible(config)
     device = device_of(config)
+    _require_device(device)
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # our kernels and graphs run on the current device
     _require_memory(config, device)
-    models = {} if models is None else models
-    model = _load(config.model, config.dtype, device, models)
+    loader = _Models(load or load_whole, {} if models is None else models)
+    model = loader.load(config.model, config.dtype, device)
     if model.native is not None:
         library.set_num_threads(config.num_threads)
     canary = SlotCanary() if config.kv_canary else None
     target = Target(model, config.scheduler.num_slots, canary)
-    config, own_drafter = _drafter_or_stand_in(config, target, models)
+    config, own_drafter = _drafter_or_stand_in(config, target, loader)
     with _refusing_graphs(config):
         recorded = _recorded(config, target, own_drafter)
         _prepare(recorded)
@@ -106,28 +115,30 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     )
     measured = TextDrafter(model.vocab_size, device, _texts(config)) if isinstance(own_drafter, TextDrafter) else own_drafter
     _warm_up(info, config, target, _with_texts(measured, config, model))
-    rig = StepTimer(info, config.scheduler, target, measured, _drafter_weights(config, models))
+    rig = StepTimer(info, config.scheduler, target, measured, _drafter_weights(config, loader.loaded))
     policy = _policy(config, drafter, rig, roots, adaptive)
     with _refusing_graphs(config):
         _prepare(recorded)  # again, because the policy may now record root features
     info = replace(info, policy=policy.name)
     grammars = CompiledGrammars(vocabulary_loader(folder, info.vocab_size, info.eos_token_ids))
     engine = Engine(info, config.scheduler, target, drafter, policy, roots, grammars)
+    target.cache.release()
     if canary is not None:
         engine.watch_slots(canary)
     if config.trace_file is not None:
         engine.add_observer(_file_tracer(Path(config.trace_file), info))
     if info.rounds_by_width:
         _logger.warning("bfloat16 rounds wide and narrow passes differently: near ties can be decided differently")
-    _logger.info("engine ready: %s", info)
+    _logger.info("%s in %s on %s, drafter %s, policy %s", info.name, info.dtype, info.device, info.drafter, info.policy)
+    _logger.debug("engine ready: %s", info)
     return engine
 
 
 def build_served(config: EngineConfig, adaptive: PolicyFactory | None = None) -> Engine | AuditedEngine:
     """Return the engine that a worker runs, wrapped in the audit if that is enabled. Raises what `build_engine` raises."""
-    engine = build_engine(config, adaptive)
     if not config.audit_share:
-        return engine
+        return build_engine(config, adaptive, load=load_whole if config.drafter == "early-exit" else load_prepared)
+    engine = build_engine(config, adaptive)
     tolerance = tie_tolerance(config.dtype, engine.info.has_same_bits)
     auditor = Auditor(config.audit_share, config.audit_tokens, tolerance, secrets.randbits(63), engine.grammars)
     return AuditedEngine(engine, auditor)
@@ -171,7 +182,7 @@ def _require_memory(config: EngineConfig, device: torch.device) -> None:
     need = memory_need(config, draft_dtype(config, device), device)
     if (lacking := shortage(need, device)) is not None:
         raise BadConfiguration(lacking)
-    _logger.info("memory at most: %s", need)
+    _logger.debug("memory at most: %s", need)
 
 
 def _file_tracer(path: Path, info: ModelInfo) -> FileTracer:
@@ -181,15 +192,45 @@ def _file_tracer(path: Path, info: ModelInfo) -> FileTracer:
         raise BadConfiguration(f"the trace file {path} cannot be written: {error.strerror}") from error
 
 
-def _load(reference: str, dtype: str, device: torch.device, models: Models) -> CausalModel:
-    if (reference, dtype) not in models:
-        models[reference, dtype] = load_model(resolve(reference).folder, dtype, device, fastest_linears(device))
-    return models[reference, dtype]
+def load_whole(folder: Path, dtype: str, device: torch.device) -> CausalModel:
+    """Return a model with transformers' module, checked now."""
+    return load_model(folder, dtype, device, fastest_linears(device))
+
+
+def load_prepared(folder: Path, dtype: str, device: torch.device) -> CausalModel:
+    """Return a model that is to be run alone, without the module: the checked one of the cache if possible."""
+    return load_stored(folder, dtype, device) or load_whole(folder, dtype, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """Loads each model once."""
+
+    loader: ModelLoader
+    loaded: Models
+
+    def load(self, reference: str, dtype: str, device: torch.device) -> CausalModel:
+        """Return the model of a reference. Raises what the loader and engine.weights raise."""
+        if (reference, dtype) not in self.loaded:
+            self.loaded[reference, dtype] = self.loader(resolve(reference).folder, dtype, device)
+        return self.loaded[reference, dtype]
 
 
 def device_of(config: EngineConfig) -> torch.device:
-    """Return the device of the configuration, by default cuda if available."""
-    return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """Return the device of the configuration, by default cuda if available. Raises BadConfiguration for an unknown one."""
+    try:
+        return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise BadConfiguration(f"device {config.device!r} is not known; cpu, cuda and cuda:1 are examples") from error
+
+
+def _require_device(device: torch.device) -> None:
+    """Raise BadConfiguration unless this machine has the device."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = f"there are {torch.cuda.device_count()}" if torch.cuda.device_count() else "torch finds no CUDA device"
+        raise BadConfiguration(f"device {device}: {found}; --device cpu serves without one")
+    if device.type not in ("cpu", "cuda"):
+        raise BadConfiguration(f"device {device}: cpu and cuda are supported")
 
 
 def draft_dtype(config: EngineConfig, device: torch.device) -> str:
@@ -220,7 +261,7 @@ def _with_stand_in(config: EngineConfig, error: BadConfiguration) -> EngineConfi
     return replace(bare, drafter=config.stand_in, stand_in=None)
 
 
-def _drafter_or_stand_in(config: EngineConfig, target: Target, models: Models) -> tuple[EngineConfig, Drafter | None]:
+def _drafter_or_stand_in(config: EngineConfig, target: Target, models: "_Models") -> tuple[EngineConfig, Drafter | None]:
     """Return the configuration, with the stand-in if the drafter cannot be loaded, and the drafter."""
     try:
         return config, _drafter(config, target, models)
@@ -233,12 +274,12 @@ def _drafter_weights(config: EngineConfig, models: Models) -> str:
     """Return an identifier of the drafter's weights: their number format, and a file's digest or a model's configuration."""
     if config.draft_model is not None:
         drafts = {dtype: model for (reference, dtype), model in models.items() if reference == config.draft_model}
-        return " ".join(f"{dtype} {model.module.config.to_json_string()}" for dtype, model in drafts.items())
+        return " ".join(f"{dtype} {model.description}" for dtype, model in drafts.items())
     digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (config.lens, config.head) if file is not None]
     return " ".join([config.draft_dtype or "auto", *digests])
 
 
-def _drafter(config: EngineConfig, target: Target, models: Models) -> Drafter | None:
+def _drafter(config: EngineConfig, target: Target, models: "_Models") -> Drafter | None:
     if config.drafter == "none":
         return None
     if config.drafter == "ngram":
@@ -300,14 +341,14 @@ def _head_drafter(path: Path, target: Target, dtype: str) -> HeadDrafter:
     return drafter
 
 
-def _model_drafter(reference: str, config: EngineConfig, target: Target, models: Models) -> ModelDrafter:
+def _model_drafter(reference: str, config: EngineConfig, target: Target, models: "_Models") -> ModelDrafter:
     try:
-        draft = _load(reference, draft_dtype(config, target.model.device), target.model.device, models)
+        draft = models.load(reference, draft_dtype(config, target.model.device), target.model.device)
     except UnsupportedModel as error:
         if config.draft_dtype is not None:
             raise
         _logger.warning("%s; it drafts in %s", error, config.dtype)
-        draft = _load(reference, config.dtype, target.model.device, models)
+        draft = models.load(reference, config.dtype, target.model.device)
     num_rows = target.model.vocab_size
     model = draft if draft.vocab_size == num_rows else RepaddedModel(draft, num_rows)
     cache = KVCache(config.scheduler.num_slots, draft.device, target.cache.canary)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from transformers import PretrainedConfig
 
 from engine.attention.paged.attention import heads_of, unsupported_reason
 from engine.attention.paged.buffer import TableBuffer
@@ -17,6 +16,7 @@ from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.model.causal_lm import CausalModel, weights_dtype
 from engine.model.target import Target
+from engine.weights.stored_config import Configuration
 
 
 class Prepared(Protocol):
@@ -35,7 +35,7 @@ def table_capacity(limits: SchedulerConfig) -> int:
     return limits.max_running * limits.max_model_len + limits.max_step_tokens * limits.max_step_tokens
 
 
-def why_not_replayed(config: EngineConfig, target: PretrainedConfig, device: torch.device) -> str | None:
+def why_not_replayed(config: EngineConfig, target: Configuration, device: torch.device) -> str | None:
     """Return why passes of a target that is not loaded yet would not be replayed; None if they would."""
     heads = heads_of(target)
     return _CANARY if config.kv_canary else unsupported_reason(device, heads.size, heads.num_shared, weights_dtype(config.dtype))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import PretrainedConfig
 
 from engine.core.config import EngineConfig
 from engine.draft.models.head import head_shape
@@ -21,8 +20,8 @@ from engine.model.linears import NATIVE, fastest_linears
 from engine.native.linear import weight_bytes
 from engine.native.passes import cache_dtype
 from engine.weights import resolve
-from engine.weights.pretrained import load_config
 from engine.weights.stored import num_parameters, parameters_in
+from engine.weights.stored_config import Configuration, read_config
 
 GB = 1e9
 _NODE_BYTES = 4 * 4  # per node and token id: logits, edited logits, target and draft probability, float32
@@ -131,7 +130,7 @@ def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype, native: tor
     return 0
 
 
-def _step_bytes(config: EngineConfig, target: PretrainedConfig) -> int:
+def _step_bytes(config: EngineConfig, target: Configuration) -> int:
     """Return the bytes of the largest step without weights and caches: all tokens are nodes, or one chunk of the longest text.
 
     A request may set a tree of any size and may request prompt log-probabilities, so only the token budget bounds the nodes.
@@ -143,7 +142,7 @@ def _step_bytes(config: EngineConfig, target: PretrainedConfig) -> int:
     return int(num_nodes * text.vocab_size * _NODE_BYTES + num_scores * (text.num_attention_heads * _SCORE_BYTES + 1 + 8))
 
 
-def _replay_bytes(config: EngineConfig, target: PretrainedConfig, device: torch.device) -> int:
+def _replay_bytes(config: EngineConfig, target: Configuration, device: torch.device) -> int:
     """Return the bytes of replayed passes: the input table, and the logits of target and drafter.
 
     Their intermediate tensors replace those of a step and are not counted twice.
@@ -185,12 +184,12 @@ def shortage(need: MemoryNeed, device: torch.device) -> str | None:
     return f"{need.total / GB:.2f} GB are needed ({need}), {device} has {room / GB:.2f}; {advice}"
 
 
-def configuration_of(reference: str) -> PretrainedConfig:
+def configuration_of(reference: str) -> Configuration:
     """Return the configuration of a model. Raises WeightsError if it cannot be read, UnsupportedModel if it is refused."""
-    return load_config(resolve(reference).folder)
+    return read_config(resolve(reference).folder)
 
 
-def cache_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
+def cache_bytes_per_token(model: Configuration, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in all layers, from the model's configuration."""
     text = model.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -34,6 +34,7 @@ _FEWEST_SIZES = 4
 _CHAINS = (1, 2, 4)  # lengths drafted in real steps, alternating
 _ROUNDS = 5  # over these; the first is a warm-up
 _MANY_ROWS = 4
+_MOST_MEASURED = 2  # starts that measure on a machine that is never quiet
 _STEADY = 1.3  # largest ratio of the median to the least time of a size
 
 
@@ -66,11 +67,15 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class Profile:
-    """Coefficients of the cost model, in its order. `is_sound` is false if the measurement was disturbed."""
+    """Coefficients of the cost model, in its order. `is_sound` is false if the measurement was disturbed.
+
+    `num_measured` counts the starts that measured it.
+    """
 
     rest: tuple[float, ...]
     draft: tuple[float, ...]
     is_sound: bool = True
+    num_measured: int = 1
 
     def costs(self) -> CostModel:
         """Return a cost model with these coefficients."""
@@ -78,7 +83,8 @@ class Profile:
 
     def as_text(self, facts: dict[str, str]) -> str:
         """Return the file's text. The facts are for readers only."""
-        found = {"version": _VERSION, "rest": self.rest, "draft": self.draft, "is_sound": self.is_sound, "facts": facts}
+        found = {"version": _VERSION, "rest": self.rest, "draft": self.draft, "is_sound": self.is_sound}
+        found |= {"num_measured": self.num_measured, "facts": facts}
         return json.dumps(found, indent=1)
 
     @classmethod
@@ -90,7 +96,10 @@ class Profile:
         rest, draft = found.get("rest"), found.get("draft")
         if not (_are_coefficients(rest, len(GENERIC_REST)) and _are_coefficients(draft, len(GENERIC_DRAFT))):
             raise ValueError("no coefficients")
-        return cls(tuple(found["rest"]), tuple(found["draft"]), found.get("is_sound", True) is True)
+        num_measured = found.get("num_measured", 1)
+        if not isinstance(num_measured, int):
+            raise ValueError("no number of measurements")
+        return cls(tuple(found["rest"]), tuple(found["draft"]), found.get("is_sound", True) is True, num_measured)
 
 
 def _are_coefficients(found: Any, count: int) -> bool:
@@ -146,7 +155,8 @@ def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget
         is_sound=_is_steady(pass_times) and _is_steady(draft_times),
     )
     found = {name: f"{value:.2e}" for name, value in profile.costs().coefficients.items()}
-    _logger.info("profiled in %.1f s: %s", clock() - begin_s, found)
+    _logger.info("measured the cost of steps in %.1f s", clock() - begin_s)
+    _logger.debug("costs: %s", found)
     return profile
 
 
@@ -204,18 +214,23 @@ def _draft_coefficients(steps: Sequence[StepFeedback], step_s: float) -> tuple[f
 
 
 def cached_profile(bench: Bench, cache: WeightsCache, is_hurried: bool = False) -> Profile:
-    """Return this machine's cached profile, or measure and cache one. Unless `is_hurried`, a disturbed one is measured again."""
-    facts = bench.facts
+    """Return this machine's cached profile, or measure and cache one.
+
+    A disturbed one is measured again at the next start, unless that `is_hurried`. After _MOST_MEASURED starts it is used: steps
+    correct the costs.
+    """
+    facts, num_measured = bench.facts, 0
     entry = cache.profile(_key(facts, bench.limits))
     try:
         cached = Profile.from_text(entry.read_text())
-        if cached.is_sound or is_hurried:
+        if cached.is_sound or is_hurried or cached.num_measured >= _MOST_MEASURED:
             return cached
+        num_measured = cached.num_measured
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         _logger.warning("%s is no profile (%s); it is measured again", entry, error)
-    profile = measure(bench)
+    profile = replace(measure(bench), num_measured=num_measured + 1)
     try:
         entry.unlink(missing_ok=True)
         cache.obtain(entry, lambda target, _: target.write_text(profile.as_text(facts)))

@@ -15,12 +15,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.core.service import EngineError, EngineService
 from engine.weights import resolve
-from engine.weights.pretrained import load_config
 from engine.worker.client import WorkerClient
 from engine.worker.crash_dump import CrashDumps
 from engine.worker.process import ProcessLauncher
 from engine.worker.restart_limits import Supervision
-from server.assembly import preload, served_engine
+from server.assembly import served_engine
 from server.http.auth import OPEN_PATHS, ApiKeyGate
 from server.http.browsers import HostGate, OriginGate
 from server.http.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
@@ -28,6 +27,7 @@ from server.http.hosts import is_bound_to_loopback
 from server.http.logs import configure_logging
 from server.http.middleware import BodyLimit, ErrorBoundary, HeadAsGet, HeaderLimit, RequestContext
 from server.http.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
+from server.launch import TEMPLATE
 from server.metrics.http import HttpMeter
 from server.openapi import declare_keys
 from server.routes import anthropic, docs, generation, infill, models, operations, playground, responses, tokens
@@ -51,7 +51,9 @@ def create_app(
 
     `on_fatal` is called on the event loop with the reason if the server can never serve (again).
     """
-    runtime = Runtime(settings, engine or _worker(settings), lambda: tokenizer or _tokenizer_of(settings.model), on_fatal)
+    fetch = partial(resolve, settings.model) if engine is None and tokenizer is None else None
+    load = partial(_tokenizer_of, settings.model) if tokenizer is None else lambda: tokenizer
+    runtime = Runtime(settings, engine or _worker(settings), load, on_fatal, fetch)
     app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.runtime = runtime
     bodies = (generation, responses, anthropic, infill, models, tokens, operations)
@@ -134,11 +136,9 @@ def _worker(settings: Settings) -> EngineService:
     supervision = Supervision(hang_limit_s=settings.hang_limit_s, max_deaths=settings.max_deaths)
     dumps = CrashDumps(Path(settings.crash_dump_dir), settings.crash_dump_texts) if settings.crash_dump_dir else None
     configure = partial(configure_logging, settings.log_level, settings.log_format, is_worker=True)
-    launcher = ProcessLauncher(config, served_engine, preload if settings.spare_worker else None, configure)
+    launcher = ProcessLauncher(config, served_engine, TEMPLATE if settings.spare_worker else None, configure)
     return WorkerClient(launcher, config.scheduler, supervision, dumps)
 
 
 def _tokenizer_of(reference: str) -> Tokenizer:
-    folder = resolve(reference).folder
-    load_config(folder)  # refuses an unsupported model before a worker starts
-    return load_tokenizer(str(folder))
+    return load_tokenizer(str(resolve(reference).folder))

@@ -21,12 +21,6 @@ def served_engine(config: EngineConfig) -> SteppedEngine:
     return build_served(config, adaptive_policy)
 
 
-def preload() -> None:
-    """Import what `served_engine` will need. A module-level function: a spare process imports it."""
-    import engine.build  # noqa: F401
-    import selector.build  # noqa: F401
-
-
 def tool_engine(config: EngineConfig, models: "Models | None" = None) -> "Engine":
     """Return an engine for a tool in this process. `models` that are loaded are reused. Raises loading errors."""
     from engine.build import build_engine

@@ -8,9 +8,11 @@ the engine fails   end with a reason and a status that is not 0
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import math
 import resource
+import shlex
 import signal
 import socket
 from collections import Counter
@@ -20,7 +22,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from engine.weights import UnsupportedModel
+from engine.core.refusal import Refusal
 from server.app import create_app
 from server.http.protocol import http_protocol
 from server.runtime import Runtime
@@ -43,6 +45,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._runtime = runtime
         self._drain_s = drain_s
+        self._latest_signal: int | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -56,9 +59,18 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop; at the second signal, at once."""
-        del sig, frame
+        del frame
         self.force_exit = self.should_exit
         self.should_exit = True
+        self._latest_signal = sig
+
+    @property
+    def url(self) -> str:
+        """The address to open in a browser on this machine."""
+        names = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
+        host = names.get(self.config.host, f"[{self.config.host}]" if ":" in self.config.host else self.config.host)
+        ports = [one.getsockname()[1] for server in self.servers for one in server.sockets]
+        return f"{'https' if self.config.is_ssl else 'http'}://{host}:{next(iter(ports), self.config.port)}"
 
     def give_up(self) -> None:
         """Stop because the engine failed for good."""
@@ -74,6 +86,10 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain the engine while uvicorn waits for the connections. The engine's ABORTs end answers that outlast the drain."""
+        if num_answers := len(self.server_state.tasks):
+            again = "Ctrl-C again ends" if self._latest_signal == signal.SIGINT else "a second signal ends"
+            waited = "1 answer gets" if num_answers == 1 else f"{num_answers} answers get"
+            log.info("stopping: %s %g s to finish; %s them now", waited, self._drain_s, again)
         draining = asyncio.create_task(self._runtime.stop(self._drain_s))
         await super().shutdown(sockets)
         await self._runtime.stop(0.0)
@@ -89,7 +105,7 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: Settings) -> str | None:
-    """Serve until a signal stops the server; return why it could not continue, or None. Raises UnsupportedModel."""
+    """Serve until a signal stops the server; return why it could not continue, or None. Raises Refusal."""
 
     def on_fatal(_: str) -> None:
         server.give_up()
@@ -103,9 +119,11 @@ def serve(settings: Settings) -> str | None:
     runtime: Runtime = app.state.runtime
     runtime.on_loaded = _freeze_loaded
     server = Server(_uvicorn_config(app, settings), runtime, settings.drain_s)
+    runtime.on_ready = lambda: log.info("ready: open %s, or %s", server.url, _first_request(server.url, runtime))
+    log.info("loading %s; /ready answers 200 once it is served", settings.model)
     server.run()
-    if runtime.is_model_refused:
-        raise UnsupportedModel(runtime.fatal)
+    if runtime.is_refused:
+        raise Refusal(runtime.fatal)
     return runtime.fatal
 
 
@@ -113,6 +131,16 @@ def _freeze_loaded() -> None:
     """Exempt what is loaded from later collections: they would delay every stream and probe."""
     gc.collect()
     gc.freeze()
+
+
+def _first_request(url: str, runtime: Runtime) -> str:
+    """Return a command that sends a request to the model."""
+    has_template = bool(runtime.codec.info.chat_template)
+    body = {"messages": [{"role": "user", "content": "Hello"}]} if has_template else {"prompt": "Once upon a time"}
+    path = "/v1/chat/completions" if has_template else "/v1/completions"
+    key = ' -H "Authorization: Bearer $KEY"' if runtime.settings.all_api_keys else ""
+    text = json.dumps({"model": runtime.settings.served_name, **body})
+    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(text)}"
 
 
 def _max_connections(wanted: int) -> int:

@@ -5,15 +5,15 @@ Knows settings, engine, tokenizer and metrics. Does not know HTTP.
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeVar
 
+from engine.core.refusal import Refusal
 from engine.core.service import EngineService, EngineState, EngineUnavailable
 from engine.structured_output.grammars import VocabularySource, source_of
-from engine.weights import UnsupportedModel, WeightsError
+from engine.utils.daemon_thread import in_daemon_thread
+from engine.utils.free_memory import return_free_memory
+from engine.weights import WeightsError
 from server.grammar.check import GrammarCheck
 from server.http.time_limits import TimeLimits
 from server.metrics import ServerMetrics
@@ -27,34 +27,6 @@ log = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
 
-T = TypeVar("T")
-
-
-async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """Return the result of `work`. Unlike an executor's thread, this one does not delay the process's exit: fetching weights can
-    take minutes.
-    """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
-
-    def settle(method: Callable[[Any], None], value: Any) -> None:
-        if not outcome.done():  # done: the waiting task was cancelled
-            method(value)
-
-    def post(method: Callable[[Any], None], value: Any) -> None:
-        with suppress(RuntimeError):  # the loop may be closed by now
-            loop.call_soon_threadsafe(settle, method, value)
-
-    def run() -> None:
-        try:
-            post(outcome.set_result, work())
-        except Exception as error:
-            log.debug("the loader failed", exc_info=True)
-            post(outcome.set_exception, error)
-
-    threading.Thread(target=run, name="loader", daemon=True).start()
-    return await outcome
-
 
 def _store(settings: Settings) -> ResponseStore:
     try:
@@ -66,7 +38,9 @@ def _store(settings: Settings) -> ResponseStore:
 class Runtime:
     """Owns the lifecycle of engine and tokenizer. `fatal` is the reason why the server cannot continue, once it cannot.
 
-    `is_model_refused` is set for an unsupported model: another start would fail too. `on_loaded` is called before it is ready.
+    `fetch` gets the weights ready for tokenizer and engine, which then load at the same time.
+    `is_refused` is set if the settings or the model cannot be served: another start would fail too.
+    `on_loaded` is called before it is ready.
     """
 
     def __init__(
@@ -75,6 +49,7 @@ class Runtime:
         engine: EngineService,
         load_tokenizer: Callable[[], Tokenizer],
         on_fatal: Callable[[str], None] | None = None,
+        fetch: Callable[[], object] | None = None,
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -82,9 +57,10 @@ class Runtime:
         self.created_s = int(time.time())
         self.time_limits = TimeLimits(settings.first_token_limit_s, settings.request_limit_s)
         self.fatal: str | None = None
-        self.is_model_refused = False
+        self.on_ready: Callable[[], None] = lambda: log.info("serving %s", settings.served_name)
+        self.is_refused = False
         self.on_loaded: Callable[[], None] = lambda: None
-        self._load_tokenizer = load_tokenizer
+        self._fetch, self._load_tokenizer = fetch, load_tokenizer
         self._on_fatal = on_fatal
         self._tokenizer: Tokenizer | None = None
         self._codec: TextCodec | None = None
@@ -140,23 +116,28 @@ class Runtime:
     async def _run(self) -> None:
         """Load, then watch for an engine that has failed for good. Every error ends in `fatal`."""
         try:
-            tokenizer = await _in_daemon_thread(self._load_tokenizer)
-            await self.engine.start()
-            codec = TextCodec(tokenizer)
+            if self._fetch is not None:  # before the worker would do it too
+                await in_daemon_thread(self._fetch, "fetcher")
+            (tokenizer, codec), _ = await asyncio.gather(in_daemon_thread(self._loaded, "loader"), self.engine.start())
             self.on_loaded()
             self._tool_support = tool_support(codec, self.settings.tool_call_parser)
             self.reasoning_support = reasoning_support(codec, self.settings.reasoning_parser)
             self._tokenizer, self._codec = tokenizer, codec
             self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
-            log.info("serving %s", self.settings.served_name)
+            self.on_ready()
             await self._failure()
             self._fail(self.engine.health.detail or "the engine failed for good")
         except Exception as error:
-            _, mark, refusal = str(error).rpartition(f"{UnsupportedModel.__name__}: ")  # a worker's error arrives as text
-            self.is_model_refused = isinstance(error, UnsupportedModel) or bool(mark)
-            if not self.is_model_refused and not isinstance(error, WeightsError):
+            self.is_refused = isinstance(error, Refusal)
+            if not isinstance(error, Refusal | WeightsError):
                 log.exception("the server cannot start")
-            self._fail(refusal or repr(error))
+            self._fail(str(error) if isinstance(error, Refusal | WeightsError | EngineUnavailable) else repr(error))
+
+    def _loaded(self) -> tuple[Tokenizer, TextCodec]:
+        tokenizer = self._load_tokenizer()
+        codec = TextCodec(tokenizer)
+        return_free_memory()
+        return tokenizer, codec
 
     async def _failure(self) -> None:
         """Return when the engine has failed for good. Polls, because EngineService has no event for it."""
@@ -167,7 +148,8 @@ class Runtime:
         if self._is_stopping:
             return
         self.fatal = reason
-        log.critical("giving up: %s", reason)
+        if not self.is_refused:  # the command line reports a refusal
+            log.critical("giving up: %s", reason)
         if self._on_fatal is not None:
             self._on_fatal(reason)
 

@@ -5,6 +5,7 @@ variable is refused by name. docs/configuration.md lists all settings.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from engine.core.config import BLOCK_TOKENS, EngineConfig, SchedulerConfig
 from engine.core.tree import parse_expansion
 from engine.core.verifier_table import VerifierName, require_exact
 from engine.draft.text.suffix_counts import MAX_CONTEXT
+from engine.utils.did_you_mean import did_you_mean
 from server.http.api_keys import MIN_KEY_CHARS, ApiKey, may_others_read, parsed_keys
 from server.http.hosts import is_loopback
 from server.http.request_log import RequestLog
@@ -210,7 +212,8 @@ class Settings(BaseSettings):
     )
     spare_worker: bool = Field(
         default=True,
-        description="Keep a process that has imported the worker's modules: it replaces a dead one sooner, for 0.3 GB of memory.",
+        description="Fork workers from a process that has imported what they need: a dead one is replaced sooner, and they share "
+        "that memory. It has no weights.",
     )
     crash_dump_dir: str | None = Field(
         default=None, description="Folder for a JSON file of each death of a worker, the last 100 (docs/faults.md); unset: none."
@@ -597,11 +600,14 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
     known = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | OTHER_VARIABLES
     unknown = sorted(name for name in environment if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
     if unknown:
-        raise SettingsError(f"unknown environment variables: {', '.join(unknown)}")
+        raise SettingsError(f"unknown environment variables: {', '.join(unknown)}{did_you_mean(unknown[0], known)}")
 
 
 def _sentence(error: Mapping[str, Any]) -> str:
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"unknown setting: {name}"
+        return f"unknown setting: {name}{did_you_mean(name, Settings.model_fields)}"
+    if error["type"] == "literal_error":
+        choices = re.findall("'([^']*)'", error["msg"])
+        return f"{name}: {error['msg']}{did_you_mean(str(error['input']), choices)}"
     return f"{name}: {error['msg']}" if name else str(error["msg"])

@@ -7,12 +7,12 @@ Shape key: T packed tokens, B segments, Q queries of a group, L keys, H key-valu
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from engine.attention.packing import Group, PackedBatch
 from engine.kv_cache.pool import KVCache
@@ -142,4 +142,9 @@ def tree_attention(
     return out.view(1, num_tokens, num_heads * query_THGK.shape[2], -1), None
 
 
-AttentionInterface.register(NAME, tree_attention)
+@cache
+def register() -> None:
+    """Make the implementation known to transformers. Importing that takes seconds, and the native library does without."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, tree_attention)

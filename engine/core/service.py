@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from engine.core.refusal import Refusal
 from engine.core.types import ModelInfo, Request, StepStats, TokenEvent
 
 UNKNOWN_RETRY_S = 5.0  # Retry-After of a refused request if the finish rate is unknown
@@ -58,6 +59,10 @@ class EngineUnavailable(EngineError):
         self.retry_after_s = retry_after_s
 
 
+class EngineRefused(EngineUnavailable, Refusal):
+    """The engine cannot be started with its configuration."""
+
+
 class EngineService(Protocol):
     """An engine that generates for many requests at once."""
 
@@ -72,7 +77,10 @@ class EngineService(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start and return once ready. Raises EngineUnavailable with the reason if the start fails."""
+        """Start and return once ready. Raises EngineUnavailable with the reason if the start fails.
+
+        Raises EngineRefused if the configuration cannot be served.
+        """
         ...
 
     async def stop(self, drain_s: float = 0.0) -> None:

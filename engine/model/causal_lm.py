@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from engine.attention.packing import PackedBatch
 from engine.attention.paged.attention import (
@@ -28,20 +27,21 @@ from engine.attention.paged.attention import (
 )
 from engine.attention.paged.graphs import PassMemory
 from engine.attention.paged.table import IDS, POSITIONS, PagedBatch, Shape, TableColumns, table_of
-from engine.attention.tree_attention import NAME, AttentionContext, GatheredAttention
+from engine.attention.tree_attention import NAME, AttentionContext, GatheredAttention, register
 from engine.kv_cache.pool import KVCache
 from engine.model.check import check_text, own_logits, require_equal, require_same_bits, tolerance_of
-from engine.model.linears import NATIVE, fastest_linears, prepare_linears, torch_linears
-from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
-from engine.native.linear import QUANTISED
+from engine.model.linears import NATIVE, fastest_linears, prepare_linears, torch_linears, weight_of
+from engine.native.decoder import NativeDecoder, UnknownDecoder, parts_of, refuse_by_structure
+from engine.native.linear import QUANTISED, NativeLinear
 from engine.sampling.argmax import RowArgMax, argmax_rows
 from engine.utils.host_transfer import integers_32
 from engine.utils.one_line import one_line
 from engine.utils.progress_bar import quiet_libraries
 from engine.weights import UnsupportedModel
 from engine.weights.facts import end_tokens
-from engine.weights.pretrained import load_config, load_module, refuse_by_configuration, refused
+from engine.weights.pretrained import load_module, refuse_by_configuration, refused
 from engine.weights.stored import stored_dtype
+from engine.weights.stored_config import read_config
 
 _logger = logging.getLogger(__name__)
 # For native passes, whose attention adds in another order. int8 rounds inputs of layers to 15 bits, compact to 8.
@@ -53,7 +53,7 @@ _WITH_CONSTANTS = "gemma"  # prefix of model types that scale embeddings by a co
 class CausalModel:
     """A causal language model on a device. It keeps no state between passes: caches are arguments."""
 
-    def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module: Any = module.to(device).eval()
         self.device = device
         self.module.requires_grad_(False)
@@ -65,6 +65,32 @@ class CausalModel:
     def vocab_size(self) -> int:
         """Rows of the output head."""
         return int(self.module.config.get_text_config().vocab_size)
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.module.model.layers)
+
+    @property
+    def description(self) -> str:
+        """The configuration, as JSON."""
+        return str(self.module.config.to_json_string())
+
+    @property
+    def precision(self) -> str:
+        """The number format in which it computes, as a name."""
+        return str(self.module.dtype).removeprefix("torch.")
+
+    @property
+    def embeddings_VD(self) -> Float[Tensor, "V D"]:
+        """The embeddings of tokens, unscaled, also if the model scales them."""
+        weight: Tensor = self.module.get_input_embeddings().weight
+        return weight
+
+    def output_rows(self, ids_M: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
+        """Return the output layer's weights of some tokens, ascending."""
+        output = self.module.get_output_embeddings()
+        return output.weights.rows(ids_M) if isinstance(output, NativeLinear) else weight_of(output)[ids_M]
 
     @property
     def max_positions(self) -> int:
@@ -93,6 +119,7 @@ class CausalModel:
 
     def restore_attention(self) -> None:
         """Let the model attend to an engine's slots again, after another attention was set."""
+        register()
         self.module.set_attn_implementation(NAME)
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
@@ -152,11 +179,11 @@ def loaded_dtype(folder: Path, dtype: str, linears: str) -> torch.dtype:
     wanted = weights_dtype(dtype)
     if linears != NATIVE or wanted != torch.float32:
         return wanted
-    has_constants = load_config(folder).model_type.startswith(_WITH_CONSTANTS)
+    has_constants = read_config(folder).model_type.startswith(_WITH_CONSTANTS)
     return wanted if has_constants else stored_dtype(folder)
 
 
-def is_run_natively(module: PreTrainedModel, device: torch.device) -> bool:
+def is_run_natively(module: nn.Module, device: torch.device) -> bool:
     """Return whether the library runs a model's passes on a device, when the fastest linear layers are chosen."""
     if fastest_linears(device) != NATIVE:
         return False
@@ -185,7 +212,7 @@ def _refusing(folder: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise refused(load_config(folder).model_type, f"{type(error).__name__}: {error}") from error
+        raise refused(read_config(folder).model_type, f"{type(error).__name__}: {error}") from error
 
 
 def _load(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
@@ -203,9 +230,9 @@ def _load(folder: Path, dtype: str, device: torch.device, linears: str) -> Causa
     return adopt(module, device, linears)
 
 
-def _loaded(folder: Path, dtype: torch.dtype, wanted: torch.dtype) -> PreTrainedModel:
+def _loaded(folder: Path, dtype: torch.dtype, wanted: torch.dtype) -> nn.Module:
     """Load a model in a format that holds its weights, or in the wanted format if the first would round its own constants."""
-    module: PreTrainedModel = load_module(folder, dtype=dtype, attn_implementation="eager")
+    module: nn.Module = load_module(folder, dtype=dtype, attn_implementation="eager")
     constants = {buffer.dtype for buffer in module.buffers() if buffer.is_floating_point()}
     if dtype != wanted and not constants <= {torch.float32}:
         del module  # frees its memory before the second load
@@ -214,7 +241,7 @@ def _loaded(folder: Path, dtype: torch.dtype, wanted: torch.dtype) -> PreTrained
     return module
 
 
-def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain", precision: str = "float32") -> CausalModel:
+def adopt(module: nn.Module, device: torch.device, linears: str = "plain", precision: str = "float32") -> CausalModel:
     """Replace a loaded model's attention and linear layers, and compare a pass with the model's own.
 
     `precision` applies to native linear layers only. With these the library runs the passes, in float32 but for the weights, and
@@ -233,7 +260,7 @@ def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain",
             raise UnsupportedModel(str(error)) from error
         expected_NV = own_logits(model, ids)
         model.restore_attention()
-        model.native = NativeDecoder(module, precision)
+        model.native = NativeDecoder(parts_of(module), precision)
         require_equal(model, ids, expected_NV, _TOLERANCE[precision])
         require_same_bits(model, ids)
     else:

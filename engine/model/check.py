@@ -73,7 +73,7 @@ def require_equal(model: "CausalModel", ids: list[int], expected_NV: Tensor, tol
     except (UnsupportedAttention, TypeError, IndexError, RuntimeError) as error:
         raise refused(_type_of(model), f"it cannot be driven: {error}") from error
     error_size = _relative_error(logits_NV, expected_NV)
-    _logger.info("model check: relative error of a tree-masked pass %.1e, tolerance %.1e", error_size, tolerance)
+    _logger.debug("model check: relative error of a tree-masked pass %.1e, tolerance %.1e", error_size, tolerance)
     if not error_size < tolerance:
         raise refused(_type_of(model), f"a tree-masked pass differs from the model's own by {error_size:.1e}")
 

@@ -55,7 +55,7 @@ class RootFeatures:
     def __init__(self, model: CausalModel, drafter: object) -> None:
         self._model = model
         self._drafter = drafter if isinstance(drafter, SlotFeatures) else None
-        self._embeddings_VD: Tensor = model.module.get_input_embeddings().weight
+        self._embeddings_VD: Tensor = model.embeddings_VD
         self._endings: Mapping[str, Ending] = {}
         self._head_inputs_ND: Tensor | None = None  # inputs of the output head in the latest pass
         self._states_ND = self._logits_NV = self._probs_RV = torch.empty((0, 0))

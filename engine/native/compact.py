@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.nn import functional
 
@@ -41,6 +41,11 @@ class CompactWeights:
     step_OS: Float[Tensor, "O S"]
     offset_OS: Float[Tensor, "O S"]
     scale_O: Float[Tensor, " O"]
+
+    def of_outputs(self, wanted: Int[Tensor, " M"] | slice) -> "CompactWeights":
+        """Return the weights of some outputs."""
+        parts = (self.codes_OI, self.step_OS, self.offset_OS, self.scale_O)
+        return CompactWeights(self.bits, *(part[wanted] for part in parts))
 
     def dense(self) -> Float[Tensor, "O I"]:
         """Return the weights, float32, padding included."""

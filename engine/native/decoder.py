@@ -4,7 +4,7 @@ A model with unknown parts is refused by name; the caller may let transformers r
 Shape key: T packed tokens, N rows of logits, V vocabulary, D width, P positions, K head size.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.attention.packing import PackedBatch
 from engine.kv_cache.pool import KVCache
 from engine.native import library
+from engine.native.linear import PackedWeights
 from engine.native.passes import Features, Output, Runner, Tables
 from engine.utils.rotary_table import RotaryTable
 
@@ -29,6 +30,7 @@ _NORMS = {  # added to the weight
 }
 _ACTIVATIONS = {"SiLU": library.SILU, "SiLUActivation": library.SILU, "GELUTanh": library.GELU_TANH}
 _ROTATIONS = {"default", "linear", "llama3", "yarn"}  # that depend on the position alone, not on the longest sequence
+_MOST_COMPARED = 1 << 17  # positions
 _PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 
 
@@ -42,38 +44,57 @@ class _Watcher:
     report: Callable[[Output], None]
 
 
+@dataclass(frozen=True, eq=False)
+class LayerParts:
+    """A decoder layer: linear layers and norms by the names of library.Layer; norms that it lacks are left out."""
+
+    linears: Mapping[str, PackedWeights]
+    norms: Mapping[str, Tensor]
+    window: int
+    rotation: int  # which of the model's
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderParts:
+    """A decoder as the library reads it. `sizes` are the other fields of library.Decoder.
+
+    `rotations` return the cosines and sines of positions, of each kind of layer.
+    """
+
+    sizes: Mapping[str, int | float]
+    embeddings_VD: Float[Tensor, "V D"]
+    last_norm: Float[Tensor, " D"]
+    head: PackedWeights
+    layers: Sequence[LayerParts]
+    rotations: Sequence[Callable[[Int[Tensor, " P"]], Tables]]
+
+
 class NativeDecoder:
-    """Runs passes of a model whose linear layers are the library's, and that `refuse_by_structure` accepts.
+    """Runs passes of a model, of which it owns the parts.
 
     Between passes it keeps no state but its watchers.
     """
 
-    def __init__(self, module: Any, precision: str) -> None:
-        config, inner = module.config.get_text_config(), module.model
-        self._module = module  # with `_tensors`, owns what the structures point at
-        self._kinds = _rotation_kinds(config, inner)
-        self._rotations = [_rotations(inner.rotary_emb, kind) for kind in self._kinds]
-        self._tensors: list[Tensor] = []
-        attention = inner.layers[0].self_attn
-        layers = [self._layer(config, layer) for layer in inner.layers]
-        embeddings, head_size = inner.embed_tokens, int(attention.head_dim)
+    def __init__(self, parts: DecoderParts, precision: str) -> None:
+        self.parts = parts
+        self._rotations = [RotaryTable(make) for make in parts.rotations]
+        layers = [
+            library.Layer(
+                **{name: weights.structure for name, weights in layer.linears.items()},
+                **{name: norm.data_ptr() for name, norm in layer.norms.items()},
+                window=layer.window,
+                rotation=layer.rotation,
+            )
+            for layer in parts.layers
+        ]
         self._runner = Runner(
             library.Decoder(
+                **parts.sizes,
                 num_layers=len(layers),
-                width=embeddings.weight.shape[1],
-                num_heads=attention.q_proj.out_features // head_size,
-                num_kv_heads=attention.k_proj.out_features // head_size,
-                head_size=head_size,
-                inner=inner.layers[0].mlp.gate_proj.out_features,
-                activation=_ACTIVATIONS[type(inner.layers[0].mlp.act_fn).__name__],
-                embedding_width=embeddings.weight.shape[1],
-                eps=_eps(inner.norm),
-                scaling=float(attention.scaling),
-                embedding_scale=float(getattr(embeddings, "embed_scale", 1.0)),
-                embeddings=self._kept(embeddings.weight.detach()),
-                last_norm=self._norm(inner.norm),
+                embeddings=parts.embeddings_VD.data_ptr(),
+                last_norm=parts.last_norm.data_ptr(),
                 layers=(library.Layer * len(layers))(*layers),
-                head=module.lm_head.structure,
+                head=parts.head.structure,
             ),
             precision,
         )
@@ -113,41 +134,99 @@ class NativeDecoder:
             return None
         return self._latest[1]
 
-    def _layer(self, config: Any, layer: Any) -> library.Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        linears = (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        is_sandwich = hasattr(layer, "pre_feedforward_layernorm")
-        kind = getattr(attention, "layer_type", None)
-        return library.Layer(
-            **{name: linear.structure for name, linear in zip(_PROJECTIONS, linears, strict=True)},
-            attention_norm=self._norm(layer.input_layernorm),
-            after_attention_norm=self._norm(layer.post_attention_layernorm) if is_sandwich else None,
-            mlp_norm=self._norm(layer.pre_feedforward_layernorm if is_sandwich else layer.post_attention_layernorm),
-            after_mlp_norm=self._norm(layer.post_feedforward_layernorm) if is_sandwich else None,
-            query_norm=self._norm(getattr(attention, "q_norm", None)),
-            key_norm=self._norm(getattr(attention, "k_norm", None)),
-            window=_window(config, attention) or 0,
-            rotation=self._kinds.index(kind) if kind in self._kinds else 0,
-        )
 
-    def _norm(self, norm: Any) -> int | None:
-        return None if norm is None else self._kept(norm.weight.detach().float() + _NORMS[type(norm).__name__])
+def parts_of(module: Any) -> DecoderParts:
+    """Return the parts of a model whose linear layers are the library's, and that `refuse_by_structure` accepts."""
+    config, inner = module.config.get_text_config(), module.model
+    kinds = _rotation_kinds(config, inner)
+    attention, embeddings = inner.layers[0].self_attn, inner.embed_tokens
+    head_size, width = int(attention.head_dim), embeddings.weight.shape[1]
+    return DecoderParts(
+        sizes={
+            "width": width,
+            "num_heads": attention.q_proj.out_features // head_size,
+            "num_kv_heads": attention.k_proj.out_features // head_size,
+            "head_size": head_size,
+            "inner": inner.layers[0].mlp.gate_proj.out_features,
+            "activation": _ACTIVATIONS[type(inner.layers[0].mlp.act_fn).__name__],
+            "embedding_width": width,
+            "eps": _eps(inner.norm),
+            "scaling": float(attention.scaling),
+            "embedding_scale": float(getattr(embeddings, "embed_scale", 1.0)),
+        },
+        embeddings_VD=embeddings.weight.detach().float().contiguous(),
+        last_norm=_norm(inner.norm),
+        head=module.lm_head.weights,
+        layers=[_layer(config, layer, kinds) for layer in inner.layers],
+        rotations=[_rotation(inner.rotary_emb, kind) for kind in kinds],
+    )
 
-    def _kept(self, tensor: Tensor) -> int:
-        self._tensors.append(tensor.float().contiguous())
-        return self._tensors[-1].data_ptr()
+
+def _layer(config: Any, layer: Any, kinds: Sequence[str | None]) -> LayerParts:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    linears = (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    is_sandwich = hasattr(layer, "pre_feedforward_layernorm")
+    norms = {
+        "attention_norm": layer.input_layernorm,
+        "after_attention_norm": layer.post_attention_layernorm if is_sandwich else None,
+        "mlp_norm": layer.pre_feedforward_layernorm if is_sandwich else layer.post_attention_layernorm,
+        "after_mlp_norm": layer.post_feedforward_layernorm if is_sandwich else None,
+        "query_norm": getattr(attention, "q_norm", None),
+        "key_norm": getattr(attention, "k_norm", None),
+    }
+    kind = getattr(attention, "layer_type", None)
+    return LayerParts(
+        linears={name: linear.weights for name, linear in zip(_PROJECTIONS, linears, strict=True)},
+        norms={name: _norm(norm) for name, norm in norms.items() if norm is not None},
+        window=_window(config, attention) or 0,
+        rotation=kinds.index(kind) if kind in kinds else 0,
+    )
 
 
-def _rotations(embedding: Any, kind: str | None) -> RotaryTable[Tables]:
-    """Return the cosines and sines of a kind of layer, by the model's own embedding."""
+def _norm(norm: Any) -> Float[Tensor, " D"]:
+    weight: Tensor = norm.weight.detach().float() + _NORMS[type(norm).__name__]
+    return weight.contiguous()
+
+
+def _rotation(embedding: Any, kind: str | None) -> Callable[[Int[Tensor, " P"]], Tables]:
+    """Return what computes the cosines and sines of a kind of layer, by the model's own embedding."""
     options = {} if kind is None else {"layer_type": kind}
 
     def make(positions_P: Int[Tensor, " P"]) -> Tables:
         cosines, sines = embedding(torch.empty(0), positions_P[None], **options)
         return cosines[0].contiguous(), sines[0].contiguous()
 
-    return RotaryTable(make)
+    return make
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """The rotation of the kinds that `refuse_by_structure` accepts: by fixed frequencies, the cosines and sines scaled."""
+
+    frequencies_F: Float[Tensor, " F"]
+    scaling: float
+
+    def __call__(self, positions_P: Int[Tensor, " P"]) -> Tables:
+        """Return the cosines and sines of positions."""
+        angles_PF = positions_P[:, None].float() * self.frequencies_F
+        angles_PK = torch.cat((angles_PF, angles_PF), dim=-1)
+        return angles_PK.cos() * self.scaling, angles_PK.sin() * self.scaling
+
+
+def rotations_of(module: Any) -> list[Rotation]:
+    """Return the rotations of a model, for storage; raise UnknownDecoder unless they equal the model's own."""
+    config, inner = module.config.get_text_config(), module.model
+    found = []
+    for kind in _rotation_kinds(config, inner):
+        prefix = "" if kind is None else f"{kind}_"
+        frequencies_F = getattr(inner.rotary_emb, f"{prefix}inv_freq").detach().float().clone()
+        found.append(Rotation(frequencies_F, float(getattr(inner.rotary_emb, f"{prefix}attention_scaling"))))
+        positions_P = torch.arange(min(int(getattr(config, "max_position_embeddings", 0) or 0), _MOST_COMPARED) + 1)
+        pairs = zip(found[-1](positions_P), _rotation(inner.rotary_emb, kind)(positions_P), strict=True)
+        if not all(torch.equal(ours, theirs) for ours, theirs in pairs):
+            raise UnknownDecoder("its rotary embeddings are not a function of fixed frequencies")
+    return found
 
 
 def refuse_by_structure(module: Any) -> None:

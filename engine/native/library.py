@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import platform
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
@@ -205,6 +206,16 @@ def supported() -> list[str]:
 def is_compiled(instructions: str) -> bool:
     """Return whether the library for these instructions is part of this package."""
     return find_spec(MODULES[instructions]) is not None
+
+
+def processor() -> str:
+    """Return the processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
 
 
 def library() -> ctypes.CDLL:

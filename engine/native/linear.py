@@ -4,9 +4,11 @@ Shape key: I inputs, O outputs, B blocks of 64 outputs, G adjacent inputs of an 
 """
 
 import ctypes
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int8
+from jaxtyping import Float, Int, Int8
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,7 +25,52 @@ _LAYOUTS = {  # the library's number of a format, adjacent inputs of an output, 
     "int8": (2, 4, 64),
 }
 QUANTISED = ("int8", "compact")  # precisions that round inputs to integers; transformers has none of them
+_ROWS = 64 * BLOCK  # outputs that are unpacked together
 _COMPACT = {4: 3, 6: 4, 8: 5}  # the library's number of compact weights, by bits
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeights:
+    """A layer's weights as the library reads them. It owns what `structure` points at."""
+
+    num_inputs: int
+    num_outputs: int
+    number: int  # the library's number of the format
+    packed: Tensor
+    scale_O: Float[Tensor, " O"] | None = None
+    bias_O: Float[Tensor, " O"] | None = None
+
+    @cached_property
+    def structure(self) -> library.Linear:
+        """The library's structure."""
+        addresses = self.packed.data_ptr(), _address(self.scale_O), _address(self.bias_O)
+        return library.Linear(*addresses, self.num_inputs, self.num_outputs, self.number)
+
+    def dense(self) -> Float[Tensor, "O I"]:
+        """Return the weights that the layer multiplies by, float32."""
+        return self._dense(self.packed, self.scale_O, self.num_outputs)
+
+    def rows(self, outputs_M: Int[Tensor, " M"]) -> Float[Tensor, "M I"]:
+        """Return the weights of some outputs, ascending, float32. It takes little memory besides the result."""
+        found = []
+        for begin in range(0, self.num_outputs, _ROWS):
+            first, last = torch.searchsorted(outputs_M, torch.tensor([begin, begin + _ROWS])).tolist()
+            if first < last:
+                scale_O = None if self.scale_O is None else self.scale_O[begin : begin + _ROWS]
+                part = self.packed[begin // BLOCK : (begin + _ROWS) // BLOCK]
+                found.append(self._dense(part, scale_O, min(_ROWS, self.num_outputs - begin), outputs_M[first:last] - begin))
+        return torch.cat(found)
+
+    def _dense(
+        self, packed: Tensor, scale_O: Tensor | None, num_outputs: int, wanted_M: Int[Tensor, " M"] | None = None
+    ) -> Float[Tensor, "M I"]:
+        """Return the weights of the wanted outputs of some blocks, by default of all."""
+        wanted = slice(None) if wanted_M is None else wanted_M
+        if self.number in _COMPACT.values():
+            assert scale_O is not None
+            return compact_unpacked(packed, scale_O).of_outputs(wanted).dense()[:, : self.num_inputs]
+        weight_MI = unpacked(packed)[:num_outputs, : self.num_inputs][wanted].float()
+        return weight_MI if scale_O is None else (weight_MI - _ZERO) * scale_O[wanted, None]
 
 
 class NativeLinear(nn.Module):
@@ -32,41 +79,16 @@ class NativeLinear(nn.Module):
     def __init__(self, linear: nn.Linear, precision: str) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight_OI = linear.weight.detach().float()
-        self._bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
-        self._scale_O = None
-        if precision == "compact":
-            self._keep_compact(weight_OI)
-            return
-        if precision == "float32" and torch.equal(weight_OI.bfloat16().float(), weight_OI):
-            precision = "bfloat16"  # the same numbers in half the bytes: results are bit-equal
-        if precision == "int8":
-            signed_OI, self._scale_O = quantised_weight(weight_OI)
-            stored_OI = (signed_OI.to(torch.int16) + _ZERO).to(torch.uint8)
-        else:
-            stored_OI = weight_OI.to(getattr(torch, precision))
-        number, group, multiple = _LAYOUTS[precision]
-        self._packed = huge_pages.copied(packed(stored_OI, group, multiple))
-        self.structure = self._structure(number)
+        self.weights = _packed_weights(linear, precision)
 
-    def _keep_compact(self, weight_OI: Float[Tensor, "O I"]) -> None:
-        compact = compact_weights(weight_OI)
-        self._scale_O, self._packed = compact.scale_O, huge_pages.copied(compact_packed(compact))
-        self.structure = self._structure(_COMPACT[compact.bits])
-
-    def _structure(self, number: int) -> library.Linear:
-        addresses = self._packed.data_ptr(), _address(self._scale_O), _address(self._bias)
-        return library.Linear(*addresses, self.in_features, self.out_features, number)
+    @property
+    def structure(self) -> library.Linear:
+        """The library's structure."""
+        return self.weights.structure
 
     def dense_weight(self) -> Float[Tensor, "O I"]:
         """Return the weights that the layer multiplies by, float32."""
-        if self.structure.format in _COMPACT.values():
-            assert self._scale_O is not None
-            return compact_unpacked(self._packed, self._scale_O).dense()[:, : self.in_features]
-        weight_OI = unpacked(self._packed)[: self.out_features, : self.in_features].float()
-        if self._scale_O is not None:
-            weight_OI = (weight_OI - _ZERO) * self._scale_O[:, None]
-        return weight_OI
+        return self.weights.dense()
 
     def forward(self, x: Float[Tensor, "... I"]) -> Float[Tensor, "... O"]:
         """Return x W^T + b."""
@@ -77,6 +99,26 @@ class NativeLinear(nn.Module):
             ctypes.byref(self.structure), rows.data_ptr(), num_rows, y.data_ptr(), library.num_threads()
         )
         return y
+
+
+def _packed_weights(linear: nn.Linear, precision: str) -> PackedWeights:
+    """Return a layer's weights in a precision, in huge pages."""
+    weight_OI, sizes = linear.weight.detach().float(), (linear.in_features, linear.out_features)
+    bias_O = None if linear.bias is None else linear.bias.detach().float().contiguous()
+    if precision == "compact":
+        compact = compact_weights(weight_OI)
+        kept = huge_pages.copied(compact_packed(compact))
+        return PackedWeights(*sizes, _COMPACT[compact.bits], kept, compact.scale_O, bias_O)
+    scale_O = None
+    if precision == "float32" and torch.equal(weight_OI.bfloat16().float(), weight_OI):
+        precision = "bfloat16"  # the same numbers in half the bytes: results are bit-equal
+    if precision == "int8":
+        signed_OI, scale_O = quantised_weight(weight_OI)
+        stored_OI = (signed_OI.to(torch.int16) + _ZERO).to(torch.uint8)
+    else:
+        stored_OI = weight_OI.to(getattr(torch, precision))
+    number, group, multiple = _LAYOUTS[precision]
+    return PackedWeights(*sizes, number, huge_pages.copied(packed(stored_OI, group, multiple)), scale_O, bias_O)
 
 
 def weight_bytes(precision: str) -> float:

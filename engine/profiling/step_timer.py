@@ -5,11 +5,9 @@ state that serves requests.
 """
 
 import os
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -56,13 +54,13 @@ class StepTimer:
         """All that times depend on: machine, threads, library, models, number format. Times with equal facts are comparable."""
         info = self._info
         return {
-            "processor": _processor() if info.device == "cpu" else torch.cuda.get_device_name(info.device),
+            "processor": library.processor() if info.device == "cpu" else torch.cuda.get_device_name(info.device),
             "num_processors": str(os.cpu_count()),
             "num_threads": str(library.num_threads()),
             "torch": torch.__version__,
             "passes": library.digest() if self._target.model.native is not None else self._target.method,
             "dtype": info.dtype,
-            "target": self._target.model.module.config.to_json_string(),
+            "target": self._target.model.description,
             "drafter": self._drafter.name if self._drafter else "none",
             "drafter_weights": self._drafter_weights,
             "verifier": info.verifier,
@@ -163,13 +161,3 @@ class _Script:
 def _chain(num_nodes: int, root_id: int) -> TokenTree:
     """Return a chain of one repeated token."""
     return TokenTree.chain((root_id, *(1,) * (num_nodes - 1)))
-
-
-def _processor() -> str:
-    """Return the processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())

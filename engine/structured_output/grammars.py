@@ -22,7 +22,7 @@ from engine.structured_output.exact_schemas import exact_lark, exact_schema
 from engine.structured_output.json_bounds import bounded_schema, with_bounded_schemas
 from engine.structured_output.number_lengths import TokenDigits
 from engine.weights import UnsupportedModel, WeightsError
-from engine.weights.pretrained import load_tokenizer
+from engine.weights.stored_tokenizer import load_tokenizer
 
 _MAX_REASON_CHARS = 500
 _MAX_COMPILED = 32
@@ -59,7 +59,7 @@ class VocabularySource:
 
 
 def source_of(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> VocabularySource:
-    """Return the source of a transformers tokenizer for a model with `vocab_size` logits.
+    """Return the source of a tokenizer for a model with `vocab_size` logits.
 
     A grammar never allows ids beyond the tokenizer's tokens. Raises BadGrammar for a tokenizer of another library.
     """

@@ -7,7 +7,10 @@ A log gets no control characters: it gets a line at the beginning, one every ten
 import logging
 import shutil
 import sys
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -17,7 +20,7 @@ _is_logged = False
 
 tqdm.monitor_interval = 0  # no monitor thread: it would disturb measurements of an engine's steps
 
-LOG_INTERVAL_S = 10.0
+LOG_INTERVAL_S, LONG_INTERVAL_S = 10.0, 5.0
 _LOG_LINE = "{desc}: {n_fmt} of {total_fmt} {unit} ({percentage:.0f}%), {elapsed} gone, {remaining} left{postfix}"
 
 
@@ -49,6 +52,25 @@ def lines_to_logging() -> None:
 def progress_line(text: str) -> None:
     """Write one line of progress where there is no bar."""
     _Lines(sys.stderr).write(text)
+
+
+@contextmanager
+def long_work(what: str) -> Iterator[None]:
+    """Write what is being done, now and every LONG_INTERVAL_S seconds until it is done."""
+    progress_line(what)
+    is_over, begin_s = threading.Event(), time.monotonic()
+
+    def repeat() -> None:
+        while not is_over.wait(LONG_INTERVAL_S):
+            progress_line(f"{what} ({time.monotonic() - begin_s:.0f} s so far)")
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def is_terminal() -> bool:

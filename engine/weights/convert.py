@@ -6,9 +6,11 @@ model has several. The separate process returns the conversion's memory, and sep
 
 import re
 import sys
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import gguf as gguf_package
 import numpy as np
 import torch
 from gguf import GGUFReader
@@ -58,6 +60,7 @@ def convert(gguf: Path, folder: Path, weights: str = EXACT) -> None:
 
     `weights` is `exact`, for the file's own values, or the format to which they are rounded.
     """
+    _read_once()
     tokenizer = load_tokenizer(gguf)
     _refuse_unreadable(gguf)
     model = _load_model(gguf, torch.float32 if weights == EXACT else getattr(torch, weights))
@@ -73,6 +76,34 @@ def convert(gguf: Path, folder: Path, weights: str = EXACT) -> None:
     tokenizer.save_pretrained(folder)
 
 
+class _Reader(GGUFReader):
+    """Reads fields from a plain array: a slice of NumPy's memory map takes several times as long, and there are a million."""
+
+    def _get(self, *args: Any, **kwargs: Any) -> Any:
+        reader: Any = self
+        if isinstance(reader.data, np.memmap):
+            reader.data = reader.data.view(np.ndarray)
+        return super()._get(*args, **kwargs)
+
+
+@lru_cache(maxsize=1)
+def _reader(path: str, size: int, time_ns: int) -> GGUFReader:
+    del size, time_ns  # another file has others
+    return _Reader(path)
+
+
+def _shared_reader(path: Path | str) -> GGUFReader:
+    stat = Path(path).stat()
+    return _reader(str(path), stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def _read_once() -> None:
+    """Let transformers read the file once in this process. It reads it again for each part, and names tensors for each module."""
+    gguf_package.GGUFReader = _shared_reader
+    gguf_package.get_tensor_name_map = cache(gguf_package.get_tensor_name_map)
+
+
 def end_token_ids(first: int | None, tokenizer: Any) -> list[int]:
     """Return the declared end token, then every other special token of the vocabulary that ends a turn or a document."""
     vocabulary = tokenizer.get_vocab()
@@ -84,7 +115,7 @@ def end_token_ids(first: int | None, tokenizer: Any) -> list[int]:
 def _refuse_unreadable(gguf: Path) -> None:
     """Raise WeightsError for tensors of an unsupported type, and for scaled rotary frequencies, which transformers ignores."""
     try:
-        reader = GGUFReader(gguf)
+        reader = gguf_package.GGUFReader(gguf)
     except ValueError as error:
         unknown = re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error))
         if unknown is None:

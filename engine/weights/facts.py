@@ -1,12 +1,13 @@
 """Facts of a model from its folder's configuration, without reading weights: sizes, positions, end tokens."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.utils.one_line import one_line
 from engine.weights.errors import WeightsError
-from engine.weights.pretrained import load_config
+from engine.weights.stored_config import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class ModelFacts:
 
 
 def read_facts(folder: Path) -> ModelFacts:
-    """Return the facts of a model folder. Raises what `load_config` raises."""
-    text = load_config(folder).get_text_config()
+    """Return the facts of a model folder. Raises what `read_config` raises."""
+    text = read_config(folder).get_text_config()
     try:
         return ModelFacts(
             vocab_size=int(text.vocab_size),
@@ -40,10 +41,8 @@ def read_facts(folder: Path) -> ModelFacts:
 
 def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:
     """Return the end tokens of the generation settings, else of the configuration."""
-    from transformers import GenerationConfig
-
-    has_settings = (folder / "generation_config.json").is_file()
-    of_settings = GenerationConfig.from_pretrained(folder).eos_token_id if has_settings else None
+    path = folder / "generation_config.json"
+    of_settings = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
     return end_tokens(of_settings, text_config.eos_token_id)
 
 

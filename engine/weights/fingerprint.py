@@ -6,13 +6,16 @@ A fingerprint is small enough for the metadata of a drafter's file: `target_fing
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engine.weights.cache import WeightsCache, default_root
 from engine.weights.errors import WeightsError
 from engine.weights.facts import read_facts
 from engine.weights.vocabulary import digest_of, read_vocabulary
 
+_VERSION = 1  # of the meaning of a fingerprint
 RECIPE_KEY = "target_fingerprint"
 _SAMPLE_BYTES = 1024  # of every tensor
 
@@ -48,7 +51,15 @@ class Fingerprint:
 
 
 def fingerprint(folder: Path) -> Fingerprint:
-    """Return the fingerprint of a model folder, in seconds. Raises WeightsError."""
+    """Return the fingerprint of a model folder, in seconds; from the cache if no file has changed. Raises WeightsError."""
+    cache = WeightsCache(default_root())
+    files = [path for path in sorted(folder.glob("*")) if path.is_file()]
+    parts = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}\n".encode() for path in files]
+    entry = cache.fingerprint(digest_of([f"{_VERSION} {version('transformers')}\n".encode(), *parts]))
+    return Fingerprint.from_text(cache.text(entry, lambda: _fingerprint(folder).as_text()))
+
+
+def _fingerprint(folder: Path) -> Fingerprint:
     facts, vocabulary = read_facts(folder), read_vocabulary(folder)
     return Fingerprint(
         tokenizer=vocabulary.tokens_digest,
@@ -57,11 +68,11 @@ def fingerprint(folder: Path) -> Fingerprint:
         special_tokens=vocabulary.special_digest,
         width=facts.width,
         num_layers=facts.num_layers,
-        weights=_weights_digest(folder),
+        weights=weights_digest(folder),
     )
 
 
-def _weights_digest(folder: Path) -> str:
+def weights_digest(folder: Path) -> str:
     """Return a digest that does not depend on how tensors are distributed over files."""
     try:
         parts = sorted(part for path in folder.glob("*.safetensors") for part in _tensor_parts(path))

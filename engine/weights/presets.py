@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,17 @@ class Preset:
 def load_presets(path: Path = PRESETS_FILE) -> dict[str, Preset]:
     """Return the presets of a YAML file, in its order; raise WeightsError for an invalid entry."""
     try:
-        entries = yaml.safe_load(path.read_text())
+        entries = _parsed(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise WeightsError(f"cannot read the list of models {path}: {one_line(error)}") from error
     if not isinstance(entries, dict):
         raise WeightsError(f"the list of models {path} does not map names to models")
     return {name: _read_preset(name, entry) for name, entry in entries.items()}
+
+
+@lru_cache(maxsize=4)
+def _parsed(text: str) -> Any:
+    return yaml.safe_load(text)
 
 
 def _read_preset(name: str, entry: Any) -> Preset:

@@ -7,12 +7,14 @@ import hashlib
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.utils.progress_bar import is_terminal, progress_line
+from engine.utils.did_you_mean import did_you_mean
+from engine.utils.progress_bar import long_work
 from engine.weights.cache import WeightsCache, default_root
-from engine.weights.errors import WeightsError
+from engine.weights.errors import UnusableReference, WeightsError
 from engine.weights.fetch import fetch_gguf
 from engine.weights.hub import is_hub_id, snapshot
 from engine.weights.presets import EXACT, Preset, load_presets
@@ -20,6 +22,7 @@ from engine.weights.presets import EXACT, Preset, load_presets
 # Part of a converted folder's name. Raise it when engine/weights/convert.py changes what it writes, or a preset its `weights`.
 RECIPE = 2
 
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -48,9 +51,9 @@ def resolve(reference: str, *, cache: Path | None = None, progress: bool = True)
         return _from_gguf(path, store, progress)
     if is_hub_id(reference) and path.suffix != ".gguf":
         return LocalWeights(reference, _checked(snapshot(reference)))
-    raise WeightsError(
+    raise UnusableReference(
         f"{reference!r} is no model: not one of the presets ({', '.join(presets)}), "
-        f"no folder and no .gguf file at {path.absolute()}, and not a hub id like org/name"
+        f"no folder and no .gguf file at {path.absolute()}, and not a hub id like org/name{did_you_mean(reference, presets)}"
     )
 
 
@@ -101,7 +104,9 @@ def _checked(folder: Path) -> Path:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         missing.append("a tokenizer (" + ", ".join(_TOKENIZER_FILES) + ")")
     if missing:
-        raise WeightsError(f"{folder} is no model folder: it lacks {' and '.join(missing)}")
+        pickled = sorted(path.name for kind in _PICKLES for path in folder.glob(kind))
+        hint = f"; {pickled[0]} is a pickle, which could run code and is never read: convert it to safetensors" if pickled else ""
+        raise UnusableReference(f"{folder} is no model folder: it lacks {' and '.join(missing)}{hint}")
     return folder
 
 
@@ -109,12 +114,11 @@ def _convert(gguf: Path, target: Path, weights: str, progress: bool) -> None:
     """Run engine/weights/convert.py. Its stderr is progress, shown or discarded; its stdout is the reason for a failure."""
     command = [sys.executable, "-P", "-m", "engine.weights.convert", str(gguf), str(target), weights]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # the conversion needs only the file
+    environment["TQDM_DISABLE"] = "1"  # its bars are of single steps
     stderr = None if progress else subprocess.DEVNULL
-    if progress and not is_terminal():  # a log gets one line in place of progress bars
-        progress_line(f"converting {gguf.name}")
-        environment["TQDM_DISABLE"] = "1"
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True, check=False
-    )
+    with long_work(f"converting {gguf.name}") if progress else nullcontext():
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True, check=False
+        )
     if done.returncode != 0:
         raise WeightsError(f"cannot convert {gguf}: {done.stdout.strip() or f'exit status {done.returncode}'}")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.core.config import SchedulerConfig
-from engine.core.service import EngineHealth, EngineState, EngineUnavailable
+from engine.core.service import EngineHealth, EngineRefused, EngineState, EngineUnavailable
 from engine.core.types import ErrorCode, ModelInfo, Request, StepStats
 from engine.utils.run_folder import run_folder
 from engine.worker.connection import Launcher, WorkerConnection, WorkerDied
@@ -53,6 +53,7 @@ class WorkerClient:
         self._deaths = DeathRecord(self._supervision)
         self._state = EngineState.STOPPED
         self._detail = ""
+        self._refusal: str | None = None  # why no worker can run this configuration
         self._model: ModelInfo | None = None
         self._connection: WorkerConnection | None = None
         self._num_launches = 0
@@ -83,12 +84,17 @@ class WorkerClient:
         return self._connection.pid if self._connection else None
 
     async def start(self) -> None:
-        """Launch the worker and return once it is ready. Raises EngineUnavailable with the worker's error if it fails."""
+        """Launch the worker and return once it is ready. Raises EngineUnavailable with the worker's error if it fails.
+
+        Raises EngineRefused if the configuration cannot be served.
+        """
         if self._supervisor is not None:
             raise RuntimeError("a WorkerClient is started once")
         self._state = EngineState.STARTING
         self._supervisor = asyncio.create_task(self._supervise(), name="worker-supervisor")
         await self._is_start_over.wait()
+        if self._refusal is not None:
+            raise EngineRefused(self._refusal)
         if self._state is not EngineState.READY:
             raise EngineUnavailable(self._detail or "the engine was stopped while it started", MAX_RETRY_S)
 
@@ -167,7 +173,6 @@ class WorkerClient:
             _logger.exception("the supervisor failed")
             self._detail = f"the supervisor failed: {error!r}"
         finally:
-            self._launcher.close()
             self._finish()
 
     @property
@@ -189,6 +194,7 @@ class WorkerClient:
         self._launched_at, self._ready_at, self._last_stats = time.monotonic(), None, None
         link = self._connection = WorkerConnection(self._launcher, folder, self._num_launches, self._supervision)
         try:
+            await link.launch()
             async for event in link.events():
                 self._handle_event(event)
         except WorkerDied as death:
@@ -217,7 +223,6 @@ class WorkerClient:
             self._state = EngineState.READY
         self._is_start_over.set()
         self._recovery.on_ready()
-        self._launcher.keep_spare()
 
     def _handle_death(self, death: WorkerDied, note: StepNote | None) -> None:
         if not self._is_needed:  # the worker exited on request
@@ -228,7 +233,10 @@ class WorkerClient:
         served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
         verb = "did not start" if self._ready_at is None else "died"
         self._detail = f"the engine's worker {verb}: {cause}"
-        _logger.error("%s (worker %d, %d requests in flight)", self._detail, self._num_launches, len(self._request_table))
+        if death.is_refusal:
+            self._refusal = cause
+        level = logging.DEBUG if death.is_refusal else logging.ERROR
+        _logger.log(level, "%s (worker %d, %d requests in flight)", self._detail, self._num_launches, len(self._request_table))
         if self._dumps is not None:
             self._dumps.write(
                 WorkerDeath(cause, self._num_launches, served_s, note, self._last_stats), self._request_table.entries

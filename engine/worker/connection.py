@@ -16,6 +16,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
+from engine.utils.daemon_thread import in_daemon_thread
 from engine.worker.messages import Addresses, Failed, Shutdown, WorkerEvent, decode_event, encode_message
 from engine.worker.restart_limits import Supervision
 from engine.worker.step_log import StepNote, last_note
@@ -33,27 +34,20 @@ _FAULTS = frozenset(
 class WorkerDied(Exception):
     """The worker is dead. The text completes a sentence that starts with "the worker".
 
-    `is_from_outside`: it was killed by another process, or by the kernel for lack of memory.
+    `is_from_outside`: it was killed by another process, or by the kernel for lack of memory. `is_refusal`: its
+    configuration cannot be served, and the text is the reason.
     """
 
-    def __init__(self, text: str, is_from_outside: bool = False) -> None:
+    def __init__(self, text: str, is_from_outside: bool = False, is_refusal: bool = False) -> None:
         super().__init__(text)
-        self.is_from_outside = is_from_outside
+        self.is_from_outside, self.is_refusal = is_from_outside, is_refusal
 
 
 class Launcher(Protocol):
     """Starts workers."""
 
     def launch(self, addresses: Addresses) -> BaseProcess:
-        """Return a started process that reads commands from and sends events to `addresses`."""
-        ...
-
-    def keep_spare(self) -> None:
-        """Prepare the next launch if that makes it faster. Repeated calls have no effect."""
-        ...
-
-    def close(self) -> None:
-        """Free what was prepared."""
+        """Return a started process that reads commands from and sends events to `addresses`. It may take seconds."""
         ...
 
 
@@ -66,19 +60,28 @@ class WorkerConnection:
         self._folder.mkdir()
         self._step_log_path = self._folder / "steps"
         self._addresses = Addresses(f"ipc://{self._folder}/commands", f"ipc://{self._folder}/events", str(self._step_log_path))
+        self._launcher, self._number = launcher, number
         self._launched_at = time.monotonic()
+        self._process: BaseProcess | None = None
         self._last_event_at: float | None = None
         self._cause: str | None = None
+        self._is_refusal = False
         self._context = zmq.Context()
         self._inbox = zmq.asyncio.Socket(self._context, zmq.PULL)
         self._outbox = self._context.socket(zmq.PUSH)
         try:
             self._open_sockets()
-            self._process = launcher.launch(self._addresses)
         except BaseException:
             self._close_sockets()
             raise
-        _logger.info("worker %d launched as process %s", number, self._process.pid)
+
+    async def launch(self) -> None:
+        """Launch the worker, off the event loop. Raises what the launcher raises."""
+        self._process = await in_daemon_thread(lambda: self._launcher.launch(self._addresses), "worker-launcher")
+        self._launched_at = time.monotonic()
+        _logger.info("worker %d launched as process %s", self._number, self._process.pid)
+        if self._cause is not None:
+            self._process.kill()
 
     def _open_sockets(self) -> None:
         # No high-water marks: neither side may block. The queue limit bounds commands, max_tokens bounds events.
@@ -100,7 +103,7 @@ class WorkerConnection:
     @property
     def pid(self) -> int | None:
         """The id of the process."""
-        return self._process.pid
+        return None if self._process is None else self._process.pid
 
     @property
     def last_note(self) -> StepNote | None:
@@ -116,12 +119,14 @@ class WorkerConnection:
         self.post(encode_message(Shutdown()))
 
     def kill(self, cause: str) -> None:
-        """Kill the worker. The first cause is the one that WorkerDied reports."""
+        """Kill the worker, or have it killed once it is launched. The first cause is the one that WorkerDied reports."""
         self._cause = self._cause or cause
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
 
     async def events(self) -> AsyncGenerator[WorkerEvent, None]:
         """Yield the worker's events until it dies, then raise WorkerDied."""
+        assert self._process is not None
         poller = zmq.asyncio.Poller()
         poller.register(self._inbox, zmq.POLLIN)
         poller.register(self._process.sentinel, zmq.POLLIN)
@@ -134,7 +139,7 @@ class WorkerConnection:
         while await self._inbox.poll(_LINGER_MS):  # events that the worker sent before it died
             for event in await self._unread():
                 yield event
-        raise WorkerDied(self._cause_of_death(), self._is_from_outside)
+        raise WorkerDied(self._cause_of_death(), self._is_from_outside, self._is_refusal)
 
     async def _unread(self) -> list[WorkerEvent]:
         """Return the events in the inbox. Failed is not among them: its error becomes the cause of death."""
@@ -143,7 +148,7 @@ class WorkerConnection:
             event = decode_event(await self._inbox.recv())
             self._last_event_at = time.monotonic()
             if isinstance(event, Failed):
-                self._cause = event.error
+                self._cause, self._is_refusal = event.error, event.is_refusal
             else:
                 events.append(event)
         return events
@@ -159,23 +164,28 @@ class WorkerConnection:
     def _cause_of_death(self) -> str:
         if self._cause is not None:
             return self._cause
-        code = self._process.exitcode
+        code = self._exit_code
         if code is not None and code < 0:
             return f"it was killed by signal {-code} ({signal.strsignal(-code)})"
         return f"it exited with status {code}"
 
     @property
+    def _exit_code(self) -> int | None:
+        return None if self._process is None else self._process.exitcode
+
+    @property
     def _is_from_outside(self) -> bool:
-        code = self._process.exitcode
+        code = self._exit_code
         return self._cause is None and code is not None and code < 0 and -code not in _FAULTS
 
     def close(self) -> None:
         """Kill the worker if it is alive and free all resources."""
-        self._process.kill()
-        self._process.join(_REAP_S)
-        if self._process.exitcode is None:
-            _logger.error("process %s did not exit after SIGKILL", self._process.pid)
-        else:
-            self._process.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(_REAP_S)
+            if self._process.exitcode is None:
+                _logger.error("process %s did not exit after SIGKILL", self._process.pid)
+            else:
+                self._process.close()
         self._close_sockets()
         shutil.rmtree(self._folder, ignore_errors=True)  # a process that survived may still write to it

@@ -54,9 +54,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="turn"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The worker's last event: the error that ends it."""
+    """The worker's last event: the error that ends it. `is_refusal`: the configuration cannot be served (Refusal)."""
 
     error: str
+    is_refusal: bool = False
 
 
 Command = Add | Abort | Shutdown

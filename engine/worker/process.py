@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import zmq
 
 from engine.core.config import EngineConfig
-from engine.weights.errors import UnsupportedModel
+from engine.core.refusal import Refusal
+from engine.utils.free_memory import return_free_memory
 from engine.worker.engine_loop import EngineFactory, EngineLoop, SteppedEngine
 from engine.worker.messages import (
     Addresses,
@@ -36,6 +36,7 @@ from engine.worker.messages import (
     encode_message,
 )
 from engine.worker.step_log import open_step_log
+from engine.worker.template import start_template
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ MAX_COMMANDS = 256  # read before one step, which bounds the delay of the step
 _LINGER_MS = 2000  # how long a failed worker waits for its events to be sent
 _MAX_ERROR_CHARS = 2000
 _LOG_LINE = "%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
-_PROCESS_NAME, _SPARE_NAME = "latebranch-work", "latebranch-idle"  # the kernel keeps 15 characters
+_PROCESS_NAME = "latebranch-work"  # the kernel keeps 15 characters
 
 ReadCommands = Callable[[float], list[Command]]  # at most MAX_COMMANDS; waits up to the given seconds for the first
 SendEvent = Callable[[WorkerEvent], None]  # must not block
@@ -90,16 +91,17 @@ def describe_error(error: Exception) -> str:
 class ProcessLauncher:
     """Starts worker processes for one configuration. `factory` must be a module-level function: the child imports it.
 
-    With `preload`, also a module-level function, a spare process runs it ahead of the next launch, because importing model
-    code is slow. The spare has no weights and no device. `configure_logging` is such a function too, or a `partial` of
-    one; without it a worker logs plain lines.
+    With `template`, the name of a module, workers are forked from a process that has imported it. That makes a launch fast, and
+    the processes share the memory of what is imported. The template has no weights, no device and no threads of its own. It is
+    multiprocessing's fork server: one for the whole program, started again if it dies. `configure_logging` is a module-level
+    function too, or a `partial` of one; without it a worker logs plain lines.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         factory: EngineFactory,
-        preload: Callable[[], None] | None = None,
+        template: str | None = None,
         configure_logging: Callable[[], None] | None = None,
     ) -> None:
         self._config = config
@@ -107,84 +109,44 @@ class ProcessLauncher:
         level = logging.getLogger().getEffectiveLevel()
         plain_lines = partial(logging.basicConfig, level=level, format=_LOG_LINE)
         self._configure_logging = configure_logging or plain_lines
-        self._preload = preload
-        self._spare: _IdleProcess | None = None
+        self._template = template
 
     def launch(self, addresses: Addresses) -> BaseProcess:
-        """Return a worker process, the spare or a new one, that uses `addresses`."""
-        spec = _WorkerSpec(self._config, self._factory, addresses)
+        """Return a worker process that uses `addresses`. Waits until the template has imported its module."""
+        spec = _WorkerSpec(self._config, self._factory, addresses, self._configure_logging)
         self._config = replace(self._config, is_restart=True)
-        return self._assign_spare(spec) or _start_idle(None, self._configure_logging).assign(spec)
-
-    def _assign_spare(self, spec: "_WorkerSpec") -> BaseProcess | None:
-        """Return the spare process with its spec. Return None if there is no spare or it is dead."""
-        spare, self._spare = self._spare, None
-        try:
-            return None if spare is None else spare.assign(spec)
-        except OSError:
-            _logger.warning("the spare process is dead; a new one is started")
-            return None
-
-    def keep_spare(self) -> None:
-        """Start a spare process unless one exists or there is nothing to preload."""
-        if self._preload is not None and self._spare is None:
-            self._spare = _start_idle(self._preload, self._configure_logging)
-
-    def close(self) -> None:
-        """End the spare process."""
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.pipe.close()
-            spare.process.kill()
-            spare.process.join()
+        if self._template is not None:
+            try:
+                start_template(self._template)
+                return _started("forkserver", spec)
+            except (EOFError, OSError) as error:
+                _logger.warning("no worker can be forked (%s); one is started without the template", error)
+        return _started("spawn", spec)
 
 
 @dataclass(frozen=True, slots=True)
 class _WorkerSpec:
-    """All that an idle process needs to become a worker."""
+    """All that a process needs to become a worker."""
 
     config: EngineConfig
     factory: EngineFactory
     addresses: Addresses
+    configure_logging: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _IdleProcess:
-    """A process that waits for its spec on a pipe."""
-
-    process: BaseProcess
-    pipe: Connection
-
-    def assign(self, spec: _WorkerSpec) -> BaseProcess:
-        """Send the spec and return the process. Raises OSError if the process is dead."""
-        with self.pipe:
-            self.pipe.send(spec)
-        return self.process
-
-
-def _start_idle(preload: Callable[[], None] | None, configure_logging: Callable[[], None]) -> _IdleProcess:
-    context = multiprocessing.get_context("spawn")
-    reader, writer = context.Pipe(duplex=False)
+def _started(method: str, spec: _WorkerSpec) -> BaseProcess:
     # A daemon process ends when its parent exits regularly. `die_with_parent` handles a parent that is killed.
-    process = context.Process(
-        target=_worker_main, args=(reader, preload, configure_logging), name="latebranch-worker", daemon=True
+    process: BaseProcess = multiprocessing.get_context(method).Process(  # type: ignore[attr-defined]
+        target=_worker_main, args=(spec,), name="latebranch-worker", daemon=True
     )
     process.start()
-    reader.close()  # so that a send to a dead process fails
-    return _IdleProcess(process, writer)
+    return process
 
 
-def _worker_main(pipe: Connection, preload: Callable[[], None] | None, configure_logging: Callable[[], None]) -> None:
-    """Receive the spec and run a worker. Exit with status 1 if it failed."""
-    _configure_process(configure_logging)
-    if preload is not None:
-        _name_process(_SPARE_NAME)
-        preload()
-        gc.collect()
-        gc.freeze()
-    with pipe:
-        spec = pipe.recv()
-    _name_process(_PROCESS_NAME)
+def _worker_main(spec: _WorkerSpec) -> None:
+    """Run a worker. Exit with status 1 if it failed."""
+    _configure_process(spec.configure_logging)
+    name_process(_PROCESS_NAME)
     with _open_sockets(spec.addresses) as (inbox, outbox):
 
         def send(event: WorkerEvent) -> None:
@@ -195,12 +157,15 @@ def _worker_main(pipe: Connection, preload: Callable[[], None] | None, configure
                 engine = spec.factory(spec.config)
             gc.collect()
             gc.freeze()  # loaded objects stay alive, so later collections can skip them
+            return_free_memory()
             with open_step_log(Path(spec.addresses.step_log)) as step_log:
                 engine.add_step_listener(step_log.note)
                 Worker(engine, partial(_read_commands, inbox), send).serve()
         except Exception as error:
-            _logger.error("the worker failed: %s", error, exc_info=not isinstance(error, UnsupportedModel))
-            send(Failed(describe_error(error)))
+            is_refusal = isinstance(error, Refusal)
+            if not is_refusal:  # the front end reports it
+                _logger.exception("the worker failed")
+            send(Failed(str(error)[:_MAX_ERROR_CHARS] if is_refusal else describe_error(error), is_refusal))
             sys.exit(1)
 
 
@@ -212,7 +177,8 @@ def _configure_process(configure_logging: Callable[[], None]) -> None:
     configure_logging()
 
 
-def _name_process(name: str) -> None:
+def name_process(name: str) -> None:
+    """Name this process in lists of processes."""
     with suppress(OSError):  # Linux only
         Path("/proc/self/comm").write_text(name)
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from engine.build import device_of, draft_dtype
+from engine.build import device_of, draft_dtype, load_prepared
 from engine.core.config import EngineConfig
 from engine.draft.models.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.models.head import head_shape
 from engine.graph_setup import why_not_replayed
 from engine.memory_plan import GB, configuration_of, memory_need, memory_of, shortage
 from engine.model.linears import NATIVE, fastest_linears, multiplies_bfloat16
+from engine.model.stored_model import forget_stored
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.weights import UnsupportedModel, WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
@@ -66,6 +67,21 @@ def examine(config: EngineConfig) -> Iterator[Finding]:
             yield from part(config, device)
         except (WeightsError, UnsupportedModel) as error:
             yield Finding(name, Level.REFUSED, str(error), isinstance(error, UnsupportedModel))
+
+
+def check_models(config: EngineConfig) -> Iterator[Finding]:
+    """Load and pack the target and the draft model, repeat their checks and yield the findings."""
+    device = device_of(config)
+    wanted = [(config.model, config.dtype)]
+    wanted += [] if config.draft_model is None else [(config.draft_model, draft_dtype(config, device))]
+    for reference, dtype in wanted:
+        try:
+            folder = resolve(reference).folder
+            forget_stored(folder, dtype)
+            load_prepared(folder, dtype, device)
+            yield Finding("check", Level.OK, f"{reference} in {dtype}: a tree-masked pass gives the logits of transformers' pass")
+        except (WeightsError, UnsupportedModel) as error:
+            yield Finding("check", Level.REFUSED, str(error), isinstance(error, UnsupportedModel))
 
 
 def _is_missing(reference: str) -> bool:

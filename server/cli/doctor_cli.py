@@ -25,7 +25,9 @@ def add_doctor_command(subparsers: "argparse._SubParsersAction[argparse.Argument
     """Add `doctor`, with the flags of `serve`."""
     command = subparsers.add_parser("doctor", help="report what a server with these settings would run on, and what prevents it")
     command.add_argument("--json", action="store_true", help="print JSON, every setting included")
+    command.add_argument("--check", action="store_true", help="load the models and repeat the model check")
     add_settings_flags(command)
+    command.usage = "%(prog)s [flags]"
     command.set_defaults(handler=_doctor)
 
 
@@ -35,9 +37,11 @@ def _doctor(parsed: argparse.Namespace) -> int:
     except SettingsError as error:
         sys.stderr.write(f"latebranch doctor: {error}\n")
         return 2
-    from server.cli.doctor import Finding, Level, examine  # here, because it brings torch
+    from server.cli.doctor import Finding, Level, check_models, examine  # here, because it brings torch
 
     findings = list(examine(settings.to_engine_config()))
+    if parsed.check and not any(finding.level is Level.REFUSED for finding in findings):
+        findings += check_models(settings.to_engine_config())
     findings += [Finding("security", Level.WARNING, text) for text in settings.warnings]
     report = _settings_report(settings, given_flags(parsed), getattr(parsed, "config", None))
     is_refused = any(finding.level is Level.REFUSED for finding in findings)

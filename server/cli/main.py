@@ -4,61 +4,92 @@ Each handler returns the exit status.
 """
 
 import argparse
+import gc
+import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib import import_module
+from typing import Any
 
-from engine.weights import UnsupportedModel, WeightsError
-from server.cli.audit import add_audit_command
-from server.cli.bench import add_bench_command
-from server.cli.doctor_cli import add_doctor_command
-from server.cli.drafter import add_drafter_command
-from server.cli.selector import add_selector_command
-from server.cli.settings_flags import add_settings_flags, settings_of
-from server.cli.trace import add_trace_command
-from server.cli.weights import add_weights_command
-from server.http.logs import configure_logging
-from server.settings import SettingsError
+from engine.core.refusal import Refusal
+from engine.worker.template import start_template
+from server.cli.parser import Parser
+from server.launch import TEMPLATE
+
+# The module of each command, with its function `add_..._command`. Only the module of the given command is imported. Worker
+# processes import this module again, as the program's main module.
+_MODULES = {
+    "doctor": "doctor_cli",
+    "weights": "weights",
+    "bench": "bench",
+    "audit": "audit",
+    "drafter": "drafter",
+    "selector": "selector",
+    "trace": "trace",
+}
+_EXAMPLES = """examples:
+  latebranch serve --model qwen2.5-coder-1.5b --dtype compact
+  latebranch serve --public --api-keys-file keys.txt --port 8080
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parsed = _parser().parse_args(arguments)
+    if _surely_needs_template(arguments):
+        start_template(TEMPLATE)  # first, because its imports take longest
+    from engine.weights.errors import WeightsError  # here, because it brings the whole package
+
+    parsed = _parser(arguments[:1]).parse_args(arguments)
     try:
         status: int = parsed.handler(parsed)
-    except (UnsupportedModel, WeightsError) as error:
+    except (Refusal, WeightsError) as error:
         sys.stderr.write(f"latebranch {arguments[0]}: {error}\n")
-        return 2 if isinstance(error, UnsupportedModel) else 1
+        return 2 if isinstance(error, Refusal) else 1
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="latebranch", description="Lossless tree-speculative LLM inference.")
+def _surely_needs_template(arguments: Sequence[str]) -> bool:
+    """Return whether `serve` is called and no setting, which takes a while to read, can disable the template."""
+    words = " ".join(arguments)
+    is_set = any(name in words for name in ("--config", "--spare", "--help", "-h ")) or "LATEBRANCH_SPARE_WORKER" in os.environ
+    return arguments[:1] == ["serve"] and arguments[-1] != "-h" and not is_set
+
+
+def _parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of the given command, or of all commands if it is none of them."""
+    parser = Parser(prog="latebranch", description="Lossless tree-speculative LLM inference.", epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=_version_text())
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_serve_command(subparsers)
-    add_doctor_command(subparsers)
-    add_weights_command(subparsers)
-    add_bench_command(subparsers)
-    add_audit_command(subparsers)
-    add_drafter_command(subparsers)
-    add_selector_command(subparsers)
-    add_trace_command(subparsers)
-    subparsers.add_parser("version", help="print the version").set_defaults(handler=_version)
+    known = ["serve", *_MODULES, "version"]
+    for name in [name for name in known if name in given] or known:
+        if name == "serve":
+            _add_serve_command(subparsers)
+        elif name == "version":
+            subparsers.add_parser("version", help="print the version").set_defaults(handler=_version)
+        else:
+            module = import_module(f"server.cli.{_MODULES[name]}")
+            getattr(module, f"add_{name}_command")(subparsers)
     return parser
 
 
-def _add_serve_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_serve_command(subparsers: "argparse._SubParsersAction[Any]") -> None:
     """Add `serve`, with a flag for every setting. The model may be named without one."""
-    command = subparsers.add_parser("serve", help="serve a model over HTTP")
+    from server.cli.settings_flags import add_settings_flags
+
+    about = "Serve a model over HTTP. Every flag is a setting of docs/configuration.md."
+    command = subparsers.add_parser("serve", help="serve a model over HTTP", description=about, epilog=_EXAMPLES)
+    command.usage = "%(prog)s [MODEL] [flags]"
     command.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model; before all flags")
     add_settings_flags(command)
     command.set_defaults(handler=_serve)
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    from server.process import serve  # here, because its imports are slow
+    from server.cli.settings_flags import settings_of
+    from server.http.logs import configure_logging
+    from server.preflight import require_startable
+    from server.settings import SettingsError
 
     if parsed.positional_model is not None:
         if getattr(parsed, "model", parsed.positional_model) != parsed.positional_model:
@@ -71,7 +102,15 @@ def _serve(parsed: argparse.Namespace) -> int:
         sys.stderr.write(f"latebranch serve: {error}\n")
         return 2
     configure_logging(settings.log_level, settings.log_format)
-    reason = serve(settings)  # raises UnsupportedModel
+    require_startable(settings)
+    if settings.spare_worker:
+        start_template(TEMPLATE)
+    gc.disable()  # collections among the objects of so many imports take longer than the imports
+    from server.process import serve
+
+    gc.freeze()
+    gc.enable()
+    reason = serve(settings)  # raises Refusal
     if reason is not None:
         sys.stderr.write(f"latebranch serve: {reason}\n")
     return 0 if reason is None else 1
@@ -83,4 +122,6 @@ def _version(_: argparse.Namespace) -> int:
 
 
 def _version_text() -> str:
+    from importlib.metadata import version
+
     return f"latebranch {version('latebranch')}"

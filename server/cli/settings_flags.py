@@ -1,20 +1,71 @@
 """A flag for every setting, for the commands that start a server or examine its settings."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from server.settings import Settings, load_settings
+
+# The groups of the help, in its order. Each setting is in one of them.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "model": ("model", "dtype", "model_name", "generation_config", "tool_call_parser", "device", "num_threads", "cuda_graphs"),
+    "address and keys": (
+        *("host", "port", "public", "api_keys", "api_keys_file", "ssl_certfile", "ssl_keyfile", "cors_origins", "allowed_hosts"),
+        *("trusted_proxies", "playground", "docs"),
+    ),
+    "drafts": (
+        *("drafter", "draft_model", "draft_dtype", "head", "lens", "cached_text", "ngram_min_tokens", "recent_tokens"),
+        *("total_recent_tokens", "verifier", "policy", "expansion", "largest_expansion", "selector"),
+    ),
+    "size": (
+        *("num_slots", "max_model_len", "max_running", "max_waiting", "max_waiting_tokens", "max_step_tokens"),
+        *("prefix_cache", "spare_worker"),
+    ),
+    "limits of requests": (
+        *("max_requests_per_minute", "max_concurrent_requests", "max_tokens_per_minute", "max_body_bytes"),
+        *("max_unfinished_body_bytes", "max_connections", "max_choices", "max_answer_tokens", "max_tree_tokens"),
+        *("first_token_limit_s", "request_limit_s", "client_limit_s", "strict"),
+    ),
+    "life": (
+        *("drain_s", "max_heartbeat_age_s", "hang_limit_s", "max_deaths", "crash_dump_dir", "crash_dump_texts"),
+        *("kv_canary", "audit_share", "audit_tokens"),
+    ),
+    "logs and traces": ("log_level", "log_format", "log_requests", "otlp_endpoint", "trace_file"),
+}
+_KINDS: Mapping[Any, str] = {int: "N", float: "NUMBER", bool: "{true,false}"}
+
+_MANY = 8  # choices that are listed in the description
 
 
 def add_settings_flags(command: argparse.ArgumentParser) -> None:
     """Add `--config` and the flags. Flags that are not given are absent from the parsed arguments."""
-    command.add_argument("--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="YAML file of settings")
-    for name, field in Settings.model_fields.items():
-        flag, text = f"--{name.replace('_', '-')}", _help(field.description, field.default)
-        if field.annotation is bool:  # a flag alone is true
-            command.add_argument(flag, default=argparse.SUPPRESS, metavar="VALUE", help=text, nargs="?", const="true")
-        else:
-            command.add_argument(flag, default=argparse.SUPPRESS, metavar="VALUE", help=text)
+    others = [name for name in Settings.model_fields if not any(name in names for names in GROUPS.values())]
+    for title, names in {**GROUPS, "others": tuple(others)}.items():
+        group = command.add_argument_group(title)
+        for name in names:
+            field = Settings.model_fields[name]
+            flag, kind = f"--{name.replace('_', '-')}", _kind(field.annotation)
+            choices = f" One of {', '.join(get_args(field.annotation))}." if kind == "NAME" else ""
+            text = _help(f"{field.description}{choices}", field.default)
+            if field.annotation is bool:  # a flag alone is true
+                group.add_argument(flag, default=argparse.SUPPRESS, metavar=kind, help=text, nargs="?", const="true")
+            else:
+                group.add_argument(flag, default=argparse.SUPPRESS, metavar=kind, help=text)
+    files = command.add_argument_group("settings from a file or the environment")
+    about = "YAML file of settings; flags and variables LATEBRANCH_NAME come before it"
+    files.add_argument("--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help=about)
+
+
+def _kind(annotation: Any) -> str:
+    """Return what a flag takes: its choices, or the kind of its value."""
+    if get_origin(annotation) is Literal:
+        names = [*map(str, get_args(annotation))]
+        return "{" + ",".join(names) + "}" if len(names) < _MANY else "NAME"
+    if get_origin(annotation) in (Union, UnionType):
+        return _kind(next(one for one in get_args(annotation) if one is not type(None)))
+    return _KINDS.get(annotation, "VALUE")
 
 
 def given_flags(parsed: argparse.Namespace) -> dict[str, str]:
@@ -27,6 +78,6 @@ def settings_of(parsed: argparse.Namespace) -> Settings:
     return load_settings(getattr(parsed, "config", None), given_flags(parsed))
 
 
-def _help(description: str | None, default: object) -> str:
-    text = f"{description} Default: {default}" if default not in (None, ()) else str(description)
+def _help(description: str, default: object) -> str:
+    text = f"{description} Default: {default}" if default not in (None, ()) else description
     return text.replace("%", "%%")

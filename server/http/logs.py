@@ -65,6 +65,8 @@ def configure_logging(level: str, form: Literal["text", "json"], is_worker: bool
     text = LineFormatter(f"%(asctime)s %(levelname)s {origin} %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level == "info":  # our own lines report it
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     if form == "json":
         logging.captureWarnings(True)
         lines_to_logging()

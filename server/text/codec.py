@@ -12,8 +12,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from engine.utils.progress_bar import quiet_libraries
-from engine.weights import pretrained
+from engine.weights import stored_tokenizer
 from server.text.chat_text import ControlMask, strings_of, unused_mark
 from server.text.control_tokens import ControlFinder, TextSegment
 from server.text.detokenizer import Detokenizer
@@ -272,6 +271,5 @@ def _around(bare: list[int], whole: list[int]) -> tuple[tuple[int, ...], tuple[i
 
 
 def load_tokenizer(folder: str) -> Tokenizer:
-    """Return the tokenizer of a weights folder. Slow: the first call imports transformers."""
-    quiet_libraries()
-    return cast(Tokenizer, pretrained.load_tokenizer(Path(folder)))
+    """Return the tokenizer of a weights folder. Slow the first time, when it is stored in the cache."""
+    return cast(Tokenizer, stored_tokenizer.load_tokenizer(Path(folder)))

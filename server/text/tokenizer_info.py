@@ -37,7 +37,7 @@ def tokenizer_info(tokenizer: DescribedTokenizer, vocab_size: int, special_token
     """Return the description of a tokenizer with `vocab_size` tokens, of which `special_tokens` are special."""
     roles = tokenizer.special_tokens_map
     return TokenizerInfo(
-        tokenizer_class=type(tokenizer).__name__,
+        tokenizer_class=getattr(tokenizer, "class_name", type(tokenizer).__name__),  # of a stored one: transformers' class
         vocab_size=vocab_size,
         bos_token=roles.get("bos_token"),
         eos_token=roles.get("eos_token"),

@@ -1,6 +1,7 @@
 """The command line: every setting has a flag, mistakes are told in one line with status 2."""
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import server.cli.main
 from engine.build import BadConfiguration
 from engine.core.validation import RequestRefused
 from engine.weights import UnsupportedModel
+from server.cli.settings_flags import GROUPS
 from server.settings import Settings
 
 
@@ -23,7 +25,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         return "no such model" if settings.model == "broken" else None
 
     monkeypatch.setattr("server.process.serve", serve)
-    monkeypatch.setattr(server.cli.main, "configure_logging", lambda level, form: None)
+    monkeypatch.setattr("server.http.logs.configure_logging", lambda level, form: None)
+    monkeypatch.setattr("server.preflight._require_free", lambda host, port: None)
+    monkeypatch.setattr("server.cli.main.start_template", lambda module: None)
     return calls
 
 
@@ -41,6 +45,136 @@ def test_flags_reach_the_settings(served: list[Settings], tmp_path: Path):
 def test_a_switch_alone_is_true(arguments: list[str], is_strict: bool, served: list[Settings]):
     assert server.cli.main.main(["serve", *arguments]) == 0
     assert served[0].strict is is_strict
+
+
+def test_the_help_begins_with_the_model_and_has_examples(capsys: pytest.CaptureFixture[str]):
+    """The bug: the first of a hundred flags was --config, and what a flag takes had to be looked up."""
+    with pytest.raises(SystemExit):
+        server.cli.main.main(["serve", "--help"])
+    text = capsys.readouterr().out
+    first = next(line for line in text.splitlines() if line.strip().startswith("--"))
+    assert first.split()[0] == "--model"
+    assert "--dtype {float32,bfloat16,int8,compact}" in text
+    assert "Default: smollm2-135m" in text
+    examples = text.partition("examples:\n")[2].splitlines()
+    assert len([line for line in examples if line.startswith("  latebranch serve ")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_started"),
+    [
+        (["serve"], 2),
+        (["serve", "--spare-worker", "false"], 0),
+        (["version"], 0),
+        (["serve", "--config", "configs/default.yaml"], 1),
+    ],
+)
+def test_the_template_starts_unless_it_is_disabled(
+    arguments: list[str], num_started: int, served: list[Settings], monkeypatch: pytest.MonkeyPatch
+):
+    """A start begins with it where no setting can disable it, and repeats the call, which then does nothing."""
+    started: list[str] = []
+    monkeypatch.setattr("server.cli.main.start_template", started.append)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert server.cli.main.main(arguments) == 0
+    assert started == ["server.template"] * num_started
+
+
+def test_every_setting_is_in_one_group():
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(Settings.model_fields)
+
+
+MISSPELT = [
+    (["sevre"], "did you mean serve?"),
+    (["serve", "--modle", "x"], "did you mean --model?"),
+    (["serve", "--max-runing=3"], "did you mean --max-running?"),
+    (["serve", "--dtype", "compct"], "did you mean compact?"),
+    (["doctor", "--modle", "x"], "did you mean --model?"),
+    (["weights", "fetsh"], "did you mean fetch?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISSPELT)
+def test_misspelt_words_have_a_suggestion(
+    arguments: list[str], words: str, served: list[Settings], capsys: pytest.CaptureFixture[str]
+):
+    """The bug: an unknown flag printed the usage of a hundred flags, and the mistake below it."""
+    try:
+        status: object = server.cli.main.main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert words in error
+    assert error.count("\n") == 1
+    assert served == []
+
+
+def test_misspelt_settings_have_a_suggestion(
+    served: list[Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "s.yaml").write_text("max_runing: 3\n")
+    assert server.cli.main.main(["serve", "--config", str(tmp_path / "s.yaml")]) == 2
+    assert "did you mean max_running?" in capsys.readouterr().err
+    monkeypatch.setenv("LATEBRANCH_MODLE", "x")
+    assert server.cli.main.main(["serve"]) == 2
+    assert "did you mean LATEBRANCH_MODEL?" in capsys.readouterr().err
+
+
+def test_a_word_like_no_other_has_no_suggestion(served: list[Settings], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        server.cli.main.main(["serve", "--qqqqqq"])
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line of a refusal of `serve` that comes before anything is imported or loaded."""
+    assert server.cli.main.main(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("latebranch serve: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.http.logs.configure_logging", lambda level, form: None)
+    monkeypatch.setattr("server.cli.main.start_template", lambda module: None)
+    monkeypatch.setattr("server.process.serve", None)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_port_in_use_is_refused_with_a_hint(host: str, capsys: pytest.CaptureFixture[str]):
+    """The bug: the model was loaded first, then the log ended with a traceback's last line."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        error = refused(["--host", host, "--port", str(port)], capsys)
+    assert f"port {port} of {host} is in use" in error
+    assert f"--port {port + 1}" in error
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_host_of_another_machine_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert "192.0.2.1 port 8765 cannot be listened on" in refused(["--host", "192.0.2.1", "--port", "8765"], capsys)
+    assert "is no address of this machine" in refused(["--host", "no such host", "--port", "8765"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--drafter", "head", "--head", "/no/head"], "head: there is no file /no/head"),
+        (["--drafter", "early-exit", "--lens", "/no/lens"], "lens: there is no file /no/lens"),
+        (["--selector", "/no/net"], "selector: there is no file /no/net"),
+        (["--trace-file", "/no/folder/trace"], "trace_file: /no/folder is no folder"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_starts")
+def test_missing_files_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    """The bug: a head that did not exist was noticed after the target was loaded."""
+    assert words in refused(arguments, capsys)
 
 
 def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]):

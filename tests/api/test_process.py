@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import signal
 import socket
 import subprocess
@@ -96,6 +97,46 @@ def test_a_second_signal_forces():
         assert process.returncode == 0
         lines = [json.loads(line) for line in log.decode().splitlines()]
         assert [line for line in lines if line["level"] not in ("info", "warning") or "traceback" in line] == []
+
+
+def messages(process: subprocess.Popen[bytes]) -> list[str]:
+    """Return the messages of an ended process."""
+    _, log = process.communicate(timeout=60)
+    return [json.loads(line)["message"] for line in log.decode().splitlines()]
+
+
+def test_the_last_line_of_a_start_is_an_address_and_a_request():
+    """The bug: a start ended in a record of forty numbers, and the address was three lines of uvicorn's before it."""
+    with _process(port := _free_port(), 0.5) as process:
+        _wait_ready(port)
+        process.send_signal(signal.SIGINT)
+        said = [line for line in messages(process) if not line.startswith("GET /")]
+    url = f"http://127.0.0.1:{port}"
+    assert said[0].startswith("loading fake")
+    assert said[-1].startswith(f"ready: open {url}, or curl {url}/v1/chat/completions ")
+    body = shlex.split(said[-1].partition(", or ")[2])[-1]
+    assert json.loads(body) == {"model": "fake", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def test_an_interrupt_says_what_it_waits_for():
+    """The bug: Ctrl-C under an open stream looked as if it did nothing for half a minute."""
+    with _process(port := _free_port(), 1000) as process:
+        _wait_ready(port)
+        with _open_stream(port):
+            process.send_signal(signal.SIGINT)
+            _wait_closed(port)
+            process.send_signal(signal.SIGINT)
+            said = messages(process)
+    assert "stopping: 1 answer gets 1000 s to finish; Ctrl-C again ends them now" in said
+
+
+def test_an_interrupt_without_answers_waits_for_nothing():
+    with _process(port := _free_port(), 1000) as process:
+        _wait_ready(port)
+        process.send_signal(signal.SIGINT)
+        said = messages(process)
+        assert process.returncode == 0
+    assert not any(line.startswith("stopping") for line in said)
 
 
 def test_an_engine_that_cannot_start_ends_the_process_with_the_reason():

@@ -6,12 +6,11 @@ Shape key: T tokens, H key-value heads, G query heads for each, K head size, S s
 from dataclasses import dataclass
 from importlib.util import find_spec
 from subprocess import SubprocessError
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from engine.attention.packing import pack
 from engine.attention.paged.table import MANY_TOKENS, PagedBatch, Shape, TableColumns, table_of
@@ -88,7 +87,7 @@ class Heads(NamedTuple):
     size: int
 
 
-def heads_of(configuration: PretrainedConfig) -> Heads:
+def heads_of(configuration: Any) -> Heads:
     """Return the heads of a model."""
     text = configuration.get_text_config()
     num_query = int(text.num_attention_heads)

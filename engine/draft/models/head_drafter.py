@@ -15,7 +15,6 @@ Shape key: T packed tokens, P proposals, S slots, D target width, W inner width,
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -38,7 +37,7 @@ from engine.kv_cache.canary import Canary, NoCanary
 from engine.kv_cache.pool import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap, place_after
-from engine.model.linears import NATIVE, weight_of
+from engine.model.linears import NATIVE
 from engine.native.growth import FedRow, Growing, RankedRow
 
 
@@ -64,11 +63,11 @@ class HeadDrafter:
         _require_fit(head.shape, head.vocab_M, target)
         self.name = name
         self._device = target.device
-        embeddings_VD: Tensor = target.module.get_input_embeddings().weight  # unscaled, also if the model scales them
+        embeddings_VD = target.embeddings_VD
         self._vocab = TrimmedVocabulary(head.vocab_M.to(self._device, torch.int64), target.vocab_size)
         self.fed_only_share = head.shape.fed_only_share(len(head.vocab_M))
-        rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab.ids_M]
-        precision = precision or str(target.module.dtype).removeprefix("torch.")
+        rows_MD = target.output_rows(self._vocab.ids_M)
+        precision = precision or target.precision
         self._head: NativeHead | TorchHead
         canary = canary or NoCanary()
         self._has_canary = not isinstance(canary, NoCanary)
@@ -91,7 +90,7 @@ class HeadDrafter:
             assert self._tap is None, "the target is observed already"
             self._tap = StateTap(self._target, self._layers)
             return False
-        depth = len(self._target.module.model.layers)
+        depth = self._target.depth
         after = [place_after(count, depth) for count in self._layers]
         native.keep_features(cache, self._head.features(after))
         return True
@@ -173,8 +172,7 @@ class HeadDrafter:
 
 def _require_fit(shape: HeadShape, vocab_M: Tensor, target: CausalModel) -> None:
     """Raise ValueError unless the head's width, feature layers and vocabulary fit the target."""
-    inner: Any = target.module.model
-    width, depth = target.module.get_input_embeddings().weight.shape[1], len(inner.layers)
+    width, depth = target.embeddings_VD.shape[1], target.depth
     if shape.target_width != width:
         raise ValueError(f"the head was made for a target of width {shape.target_width}, this one has {width}")
     if not all(0 < count <= depth for count in shape.feature_layers):

@@ -180,7 +180,7 @@ def test_keys_and_values_of_every_head_lie_where_those_of_torch_do():
 )
 def test_values_beyond_float16_are_its_largest_and_what_is_no_number_stays_none(size, kept):
     target, cache = adopt(tiny_module("qwen2"), CPU, NATIVE, "int8"), KVCache(2, CPU)
-    target.module.model.layers[0].self_attn.v_proj._bias[3] = size
+    target.module.model.layers[0].self_attn.v_proj.weights.bias_O[3] = size
     target.forward(chunk(2), cache, torch.arange(2))
     _, values = cache.gather(0, torch.tensor([[0, 1]]))
     np.testing.assert_allclose(values.flatten(2)[0, :, 3].float(), [kept, kept], rtol=1e-2)

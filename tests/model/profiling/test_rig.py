@@ -113,8 +113,9 @@ def test_a_sound_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(measured) == 2
     sound = replace(sound, is_sound=False)
     entry.unlink()
-    assert cached_profile(rig, cache) == cached_profile(rig, cache)
-    assert len(measured) == 4
+    for num_measured in (3, 4, 4):  # a machine that is never quiet is not measured at each start
+        assert cached_profile(rig, cache).rest == sound.rest
+        assert len(measured) == num_measured
 
 
 def test_a_restart_measures_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -126,10 +127,10 @@ def test_a_restart_measures_nothing_again(tmp_path: Path, monkeypatch: pytest.Mo
     def noisy(value: float) -> Profile:
         return Profile((value,) * NUM_REST, (value,) * len(DRAFT_COEFFICIENTS), is_sound=False)
 
-    assert cached_profile(rig, cache, is_hurried=True) == noisy(0.1), "there is none yet"
-    assert cached_profile(rig, cache, is_hurried=True) == noisy(0.1)
-    assert cached_profile(rig, cache) == noisy(0.2), "a first start has the time"
-    assert cached_profile(rig, cache, is_hurried=True) == noisy(0.2)
+    assert cached_profile(rig, cache, is_hurried=True).rest == noisy(0.1).rest, "there is none yet"
+    assert cached_profile(rig, cache, is_hurried=True).rest == noisy(0.1).rest
+    assert cached_profile(rig, cache).rest == noisy(0.2).rest, "a first start has the time"
+    assert cached_profile(rig, cache, is_hurried=True).rest == noisy(0.2).rest
 
 
 def test_another_machine_has_another_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -197,6 +197,23 @@ def test_a_gguf_file_is_a_reference_and_converted_once(tmp_path, capfd):
     assert resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=False).folder != first.folder
 
 
+def test_a_file_is_read_once_for_a_conversion(tmp_path):
+    """The bug: its hundred thousand strings were read by NumPy three times, which took most of a conversion."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, tiny_model("llama", is_tied=True), "llama", "smollm")
+    before = convert._reader.cache_info()
+    convert.convert(path, tmp_path / "first")
+    after = convert._reader.cache_info()
+    assert after.misses - before.misses == 1
+    assert after.hits - before.hits >= 2
+    # Another file in its place is read again.
+    write_gguf(path, tiny_model("llama", is_tied=False), "llama", "smollm")
+    convert.convert(path, tmp_path / "second")
+    assert convert._reader.cache_info().misses - after.misses == 1
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert first.keys() != second.keys()
+
+
 def test_a_preset_goes_from_wheels_to_a_model(tmp_path, monkeypatch):
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_model("llama", is_tied=True), "llama", "smollm")

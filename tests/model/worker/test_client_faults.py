@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,7 +19,7 @@ import zmq
 
 import engine.worker.process
 from engine.core.config import EngineConfig, SchedulerConfig
-from engine.core.service import EngineState, EngineUnavailable
+from engine.core.service import EngineRefused, EngineState, EngineUnavailable
 from engine.core.tree import Expansion
 from engine.core.types import ErrorCode, FinishReason, Progress, Request, SamplingParams
 from engine.worker.client import WorkerClient
@@ -60,14 +59,6 @@ async def until_between_workers(client: WorkerClient) -> None:
     await until_ready_again(client)
     signal_worker(signal.SIGABRT)
     await until(lambda: client.health.state is EngineState.RESTARTING)
-
-
-class SparelessLauncher:
-    def keep_spare(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class ForgetfulClient(WorkerClient):
@@ -375,7 +366,7 @@ async def test_restarts_that_fail_in_a_row_end_in_failed(tmp_path: Path) -> None
 
 
 async def test_a_worker_that_cannot_be_launched_fails_the_start() -> None:
-    class BrokenLauncher(SparelessLauncher):
+    class BrokenLauncher:
         def launch(self, addresses: Addresses) -> BaseProcess:
             raise OSError("no more processes")
 
@@ -385,7 +376,7 @@ async def test_a_worker_that_cannot_be_launched_fails_the_start() -> None:
 
 
 async def test_a_process_that_never_says_a_word_is_given_up() -> None:
-    class MuteLauncher(SparelessLauncher):
+    class MuteLauncher:
         def launch(self, addresses: Addresses) -> BaseProcess:
             process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(3600,), daemon=True)
             process.start()
@@ -398,9 +389,8 @@ async def test_a_process_that_never_says_a_word_is_given_up() -> None:
 
 async def test_the_served_engine_is_the_real_one() -> None:
     client = WorkerClient(ProcessLauncher(EngineConfig("/no/such/model"), served_engine), SchedulerConfig())
-    with pytest.raises(EngineUnavailable, match="did not start") as failure:
+    with pytest.raises(EngineRefused, match=r"^'/no/such/model' is no model: "):
         await client.start()
-    assert "/no/such/model" in str(failure.value)
 
 
 FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
@@ -472,56 +462,73 @@ async def test_errors_and_hangs_are_of_its_own_making() -> None:
     assert not any(client.from_outside[:2])
 
 
-def preload_nothing() -> None:
-    """Stand for the imports of a spare process."""
+TEMPLATE = "engine.worker.messages"  # a module that is imported at once
 
 
-def preload_what_is_missing() -> None:
-    raise ImportError("no such module")
+def forking_client(factory: EngineFactory = build_counting, model: str = "counting", template: str = TEMPLATE) -> WorkerClient:
+    return WorkerClient(ProcessLauncher(EngineConfig(model), factory, template), SchedulerConfig(), SWIFT)
 
 
-def sparing_client(preload: Callable[[], None], factory: EngineFactory = build_counting, model: str = "counting") -> WorkerClient:
-    launcher = ProcessLauncher(EngineConfig(model), factory, preload)
-    return WorkerClient(launcher, SchedulerConfig(), SWIFT)
+def parent_of(pid: int | None) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def spare_pid(client: WorkerClient) -> int | None:
-    launcher = client._launcher
-    assert isinstance(launcher, ProcessLauncher)
-    return None if launcher._spare is None else launcher._spare.process.pid
-
-
-async def test_the_spare_takes_the_place_of_the_dead() -> None:
-    """It is a process that waits; a new one is kept as soon as it is ready, and `running` sees that none is left."""
-    client = sparing_client(preload_nothing)
+@pytest.mark.parametrize("template", [TEMPLATE, "no.such.module"])
+async def test_workers_are_forked_from_one_template(template: str) -> None:
+    """So a worker that replaces a dead one has nothing to import. A template that cannot import its module forks all the same."""
+    client = forking_client(template=template)
     async with running(client):
-        pids = {client.worker_pid}
+        pids, parents = {client.worker_pid}, {parent_of(client.worker_pid)}
         for restarts in (1, 2):
-            spare = spare_pid(client)
-            assert spare is not None
             assert client.worker_pid is not None
             os.kill(client.worker_pid, signal.SIGKILL)
             await until_ready_again(client, restarts)
-            assert client.worker_pid == spare
-            pids.add(spare)
+            pids.add(client.worker_pid)
+            parents.add(parent_of(client.worker_pid))
         assert len(pids) == 3
+        assert len(parents) == 1
+        assert parents != {os.getpid()}
+        assert "killed by signal 9" in client.health.detail
         assert tokens_of(await collect(client, counting_request("a", 10, max_tokens=3))) == [11, 12, 13]
 
 
-@pytest.mark.parametrize("preload", [preload_nothing, preload_what_is_missing])
-async def test_a_dead_spare_is_done_without(preload: Callable[[], None]) -> None:
-    """Killed, or dead of its own imports."""
-    client = sparing_client(preload)
+async def test_a_dead_template_is_replaced() -> None:
+    """Its death ends the worker, whose exit status it would have reported; requests go on in one of a new template."""
+    client = forking_client()
     async with running(client):
-        spare = client._launcher._spare  # type: ignore[attr-defined]
-        if preload is preload_nothing:
-            spare.process.kill()
-        await until(lambda: not spare.process.is_alive())
-        assert client.worker_pid is not None
-        os.kill(client.worker_pid, signal.SIGKILL)
+        worker, template = client.worker_pid, parent_of(client.worker_pid)
+        stream = submitted(client, counting_request("a", Trick.PACE, 10, max_tokens=20))
+        first = await anext(stream)
+        os.kill(template, signal.SIGKILL)
         await until_ready_again(client)
-        assert client.worker_pid != spare.process.pid
-        assert client.health.num_restarts == 1
+        assert parent_of(client.worker_pid) not in {template, os.getpid()}
+        assert tokens_of([first, *[event async for event in stream]]) == list(range(11, 31))
+        await until(lambda: not Path(f"/proc/{worker}").exists())
+
+
+async def test_no_template_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that refuses to start the template still gets its worker."""
+
+    def refuse(module: str) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(engine.worker.process, "start_template", refuse)
+    client = forking_client()
+    async with running(client):
+        assert parent_of(client.worker_pid) == os.getpid()
+
+
+def test_a_template_ignores_the_terminals_interrupt(tmp_path: Path) -> None:
+    """The bug: Ctrl-C while the template still imported ended it with a traceback."""
+    (tmp_path / "slow_template.py").write_text("import time\ntime.sleep(0.5)\n")
+    code = (
+        "import os, signal, time; from multiprocessing import forkserver; from engine.worker.process import start_template;"
+        "start_template('slow_template'); pid = forkserver._forkserver._forkserver_pid; os.kill(pid, signal.SIGINT);"
+        "time.sleep(1.0); print(os.waitpid(pid, os.WNOHANG)[0])"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert (ran.stdout.strip(), ran.stderr) == ("0", "")
 
 
 def build_and_note_restarts(config: EngineConfig) -> SteppedEngine:
@@ -530,10 +537,10 @@ def build_and_note_restarts(config: EngineConfig) -> SteppedEngine:
     return build_counting(config)
 
 
-@pytest.mark.parametrize("preload", [None, preload_nothing])
-async def test_a_restarted_worker_knows_that_it_is(tmp_path: Path, preload: Callable[[], None] | None) -> None:
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+async def test_a_restarted_worker_knows_that_it_is(tmp_path: Path, template: str | None) -> None:
     notes = tmp_path / "notes"
-    client = WorkerClient(ProcessLauncher(EngineConfig(str(notes)), build_and_note_restarts, preload), SchedulerConfig(), SWIFT)
+    client = WorkerClient(ProcessLauncher(EngineConfig(str(notes)), build_and_note_restarts, template), SchedulerConfig(), SWIFT)
     async with running(client):
         for restarts in (1, 2):
             assert client.worker_pid is not None
@@ -542,12 +549,12 @@ async def test_a_restarted_worker_knows_that_it_is(tmp_path: Path, preload: Call
     assert notes.read_text().split() == ["False", "True", "True"]
 
 
-def test_the_spare_imports_what_the_engine_needs() -> None:
-    """Nothing of weight may be left to import once the order comes, nor may anything touch a device."""
+def test_the_template_imports_what_the_engine_needs() -> None:
+    """A forked worker has nothing of weight left to import. No device is touched, and transformers is not imported."""
     code = (
-        "import sys, torch; from server.assembly import preload, served_engine; preload(); before = set(sys.modules);"
+        "import sys, torch, server.template; from server.assembly import served_engine; before = set(sys.modules);"
         "from engine.build import build_served; from selector.build import adaptive_policy;"
         "print(set(sys.modules) - before, 'transformers' in sys.modules, torch.cuda.is_initialized())"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["set()", "True", "False"]
+    assert ran.stdout.split() == ["set()", "False", "False"]

@@ -1,0 +1,3 @@
+"""The module that the template of workers imports (engine.worker.template)."""
+
+TEMPLATE = "server.template"
