@@ -100,6 +100,7 @@ async def test_each_key_has_a_bucket_of_its_own():
     assert 'latebranch_rejected_requests_total{engine="0",model_name="fake",reason="rate_limit_exceeded"} 1.0' in samples.text
 
 
+@pytest.mark.timeout(60)  # without the limit a request waits for the gate
 async def test_requests_at_once_are_counted_until_their_last_byte():
     engine = FakeEngine(gate=(gate := asyncio.Event()))
     async with in_process(engine, max_concurrent_requests=2) as client:

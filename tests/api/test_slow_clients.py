@@ -135,6 +135,7 @@ HALVES = {
 }
 
 
+@pytest.mark.timeout(60)  # without the limit the client waits for ever
 @pytest.mark.parametrize("sent", list(HALVES))
 async def test_a_client_that_does_not_say_what_it_wants_is_cut_off(sent: str, caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.get_running_loop()
