@@ -135,7 +135,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"functions": FUNCTIONS, "function_call": "required"}, "function_call"),
     ({"function_call": {"name": "f"}}, "function_call.name"),
     ({"tools": TOOLS, "function_call": {"name": "weather"}}, "function_call.name"),
-    ({"functions": FUNCTIONS, "response_format": {"type": "json_object"}}, "response_format"),
     ({"functions": [{**FUNCTIONS[0], "strict": True}]}, "functions"),
     ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.name"),
     ({"messages": [{"role": "function", "name": "f"}]}, "messages.0.content"),

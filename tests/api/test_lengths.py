@@ -85,7 +85,7 @@ REQUESTS = [
     (completion() | {"model": LONG}, 400, "model"),
     (chat(**_tool("x" * MAX_DESCRIPTION_CHARS)), 200, None),
     (chat(**_tool("x" * (MAX_DESCRIPTION_CHARS + 1))), 400, "tools.0.function.description"),
-    (chat(**_tool("x", {"description": "x" * MAX_DESCRIPTION_CHARS})), 200, None),
+    (chat(**_tool("x", {"description": "x" * (MAX_SCHEMA_BYTES // 2)})), 200, None),
     (chat(**_tool("x", {"description": "x" * MAX_SCHEMA_BYTES})), 400, "tools.0.function.parameters"),
     (chat(metadata={"a": LONG}), 400, "metadata.a"),
     (chat(metadata={LONG: "a"}), 400, None),
