@@ -12,8 +12,6 @@ from torch import Tensor
 from engine.kv_cache.canary import Canary, NoCanary
 from engine.utils import huge_pages
 
-_MANY_KEYS = 640  # of a pass: their small pages, in all heads and layers, exceed what a processor keeps translated
-
 
 class KVCache:
     """Pools of keys and values for each layer, [S, H, K], created at the layer's first write, when its shape is known.
@@ -33,7 +31,6 @@ class KVCache:
         self._device = device
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        self._is_collapsed = False
 
     @property
     def num_layers(self) -> int:
@@ -83,17 +80,9 @@ class KVCache:
             raise ValueError(f"the cache has dtype {self._keys[layer].dtype}, not {dtype}")
         return self._keys[layer], self._values[layer]
 
-    def prepare_read(self, num_keys: int) -> None:
-        """Get ready for a pass over that many keys on a processor. Many keys in small pages would be translated one by one."""
-        if num_keys > _MANY_KEYS and not self._is_collapsed and self._device.type == "cpu":
-            self._is_collapsed = True
-            for pool in (*self._keys.values(), *self._values.values()):
-                huge_pages.collapse(pool.transpose(0, 1), pool.shape[1])
-
     def release(self) -> None:
         """Return the memory of all slots to the system, for example what measurements have taken. Keys and values are lost."""
         if self._device.type == "cpu" and not self.is_watched:
-            self._is_collapsed = False
             for pool in (*self._keys.values(), *self._values.values()):
                 huge_pages.release(pool.transpose(0, 1))
 
@@ -110,7 +99,7 @@ class KVCache:
         # Not zeroed: every slot is written before it is gathered, and zeroing would touch gigabytes that may never be used.
         (_, num_heads, size), num_slots, dtype = example.shape, self.num_slots + 1, self._dtype or example.dtype
         if self._device.type == "cpu":
-            pool = huge_pages.growing((num_heads, num_slots, size), dtype).transpose(0, 1)
+            pool = huge_pages.empty((num_heads, num_slots, size), dtype).transpose(0, 1)
         else:
             pool = torch.empty((num_slots, num_heads, size), dtype=dtype, device=self._device)
         self.canary.watch(pool[: self.num_slots])

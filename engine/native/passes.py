@@ -83,7 +83,6 @@ class Runner:
         largest_N, likeliest_N = np.empty(num_rows, dtype=np.float32), np.empty(num_rows, dtype=np.int64)
         logits_NM, head_inputs_ND = torch.empty(num_rows, shape.head.num_outputs), torch.empty(num_rows, shape.width)
         pass_ = self.pass_over(batch, cache, rotations, slot_states)
-        cache.prepare_read(len(batch.flat.key_slots))
         pass_.num_rows, pass_.rows = num_rows, rows_N.data_ptr()
         pass_.states, pass_.logits = head_inputs_ND.data_ptr(), logits_NM.data_ptr()
         pass_.largest, pass_.likeliest = library.address(largest_N), library.address(likeliest_N)

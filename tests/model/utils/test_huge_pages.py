@@ -2,7 +2,6 @@
 
 import gc
 import mmap
-import platform
 from pathlib import Path
 
 import pytest
@@ -96,46 +95,15 @@ def test_what_fills_a_room_begins_a_page_and_goes_with_its_tensor():
 
 
 @needs_them
-def test_caches_lie_in_them_behind_their_beginnings():
-    keys, values = KVCache(30_000, torch.device("cpu")).pools(0, 2, 64, torch.float32)
-    for pool in (keys, values):
-        for head in range(2):
-            slots = [pool[slot, head].data_ptr() for slot in (0, 16_500)]
-            assert ["hg" in flags_at(address) for address in slots] == [False, True]
-
-
-@needs_them
-def test_a_cache_takes_the_memory_of_its_texts():
-    """The bug: the first token of each head took a huge page in every layer, 360 MB of a small model."""
-    before = anonymous_kb()
-    pools = [huge_pages.growing((3, 32_769, 64), torch.float16) for _ in range(20)]
-    for pool in pools:
-        pool[:, :8] = 1.0
-    assert anonymous_kb() - before < 20 * 3 * 64
-    assert all(bool((pool[:, :8] == 1.0).all()) for pool in pools)
-
-
-@needs_them
-def test_long_texts_move_a_cache_into_huge_pages_and_a_release_returns_it():
-    """Passes over thousands of keys in small pages take a tenth longer: each page's address is translated by itself."""
+def test_release_returns_a_caches_memory():
     cache = KVCache(32_768, torch.device("cpu"))
     keys, values = cache.pools(0, 3, 64, torch.float16)
     keys[:700], values[:700] = 1.0, 2.0
     before = anonymous_kb()
-    cache.prepare_read(10)
-    assert anonymous_kb() - before < 1000
-    cache.prepare_read(700)
-    assert anonymous_kb() - before >= 2 * 3 * 1800 or not has_collapse()
-    assert bool((keys[:700] == 1.0).all())
-    assert bool((values[:700] == 2.0).all())
     cache.release()
     assert anonymous_kb() - before < -500
     keys[:700] = 3.0
     assert bool((keys[:700] == 3.0).all())
-
-
-def has_collapse() -> bool:
-    return tuple(map(int, platform.release().split("-")[0].split(".")[:2])) >= (6, 1)
 
 
 def anonymous_kb() -> int:
@@ -143,13 +111,10 @@ def anonymous_kb() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 5), (2, 20_000, 64), (4, 1 << 20)])
-def test_growing_tensors_hold_what_is_written(shape):
-    tensor = huge_pages.growing(shape, torch.float32)
-    assert tensor.shape == shape
-    assert tensor.is_contiguous()
-    tensor.copy_(expected := torch.arange(tensor.numel(), dtype=torch.float32).view(shape))
-    assert torch.equal(tensor, expected)
+@needs_them
+def test_caches_lie_in_them():
+    keys, values = KVCache(1000, torch.device("cpu")).pools(0, 2, 64, torch.float32)
+    assert all("hg" in flags_at(pool.data_ptr()) for pool in (keys, values))
 
 
 @needs_them
