@@ -8,6 +8,7 @@ client = Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=300)
 HELLO = [{"role": "user", "content": GREETING}]
 ASKS = [{"role": "user", "content": QUESTION}]
 TOOL = {"name": "weather", "description": "The weather of a city.", "input_schema": WEATHER}
+COLD = {"temperature": 0}  # the client has no such argument
 called: list[str] = []
 
 
@@ -50,14 +51,14 @@ def tools_forced():
 
 @feature("tools auto")
 def tools_auto():
-    answer = client.messages.create(model=MODEL, max_tokens=64, tools=[TOOL], messages=ASKS, temperature=0)
+    answer = client.messages.create(model=MODEL, max_tokens=64, tools=[TOOL], messages=ASKS, extra_body=COLD)
     assert answer.stop_reason == "tool_use", answer.content
 
 
 @feature("structured")
 def structured():
     messages = [{"role": "user", "content": PERSON}]
-    answer = client.messages.parse(model=MODEL, max_tokens=64, messages=messages, output_format=Person, temperature=0)
+    answer = client.messages.parse(model=MODEL, max_tokens=64, messages=messages, output_format=Person, extra_body=COLD)
     assert answer.parsed_output.name
 
 
@@ -69,7 +70,7 @@ def messages():
 
 @feature("agent run")
 def agent_run():
-    runner = client.beta.messages.tool_runner(model=MODEL, max_tokens=100, tools=[weather], messages=ASKS, temperature=0)
+    runner = client.beta.messages.tool_runner(model=MODEL, max_tokens=100, tools=[weather], messages=ASKS, extra_body=COLD)
     assert runner.until_done().content[0].text
     assert called
 

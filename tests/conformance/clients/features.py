@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, Final, TypeVar
@@ -46,14 +47,19 @@ def feature(name: str) -> Callable[[Check], Check]:
 
 def main(*packages: str) -> None:
     """Run every registered feature; print the versions of the packages and what became of each feature."""
-    found = {name: _result(check) for name, check in _checks.items() if not sys.argv[3:] or name in sys.argv[3:]}
+    with asyncio.Runner() as runner:  # one loop: a client keeps connections of the loop that made them
+        found = {name: _result(check, runner) for name, check in _checks.items() if not sys.argv[3:] or name in sys.argv[3:]}
     answer = {"client": ", ".join(f"{name} {version(name)}" for name in packages), "features": found}
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
-def _result(check: Callable[[], Any]) -> str:
+def _result(check: Callable[[], Any], runner: asyncio.Runner) -> str:
     try:
-        asyncio.run(check()) if inspect.iscoroutinefunction(check) else check()
+        if inspect.iscoroutinefunction(check):
+            runner.run(check())
+        else:
+            check()
     except Exception as error:  # noqa: BLE001 (a client raises what it likes)
-        return f"{type(error).__name__}: {error}" or "failed"
+        line = [frame.line for frame in traceback.extract_tb(error.__traceback__) if "/clients/" in frame.filename][-1]
+        return f"{type(error).__name__}: {error} at {line}"
     return "yes"
