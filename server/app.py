@@ -30,7 +30,7 @@ from server.http.middleware import BodyLimit, ErrorBoundary, HeadAsGet, HeaderLi
 from server.http.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
 from server.metrics.http import HttpMeter
 from server.openapi import declare_keys
-from server.routes import docs, generation, infill, models, operations, playground, tokens
+from server.routes import anthropic, docs, generation, infill, models, operations, playground, responses, tokens
 from server.routes.strict import IGNORED_HEADER
 from server.runtime import Runtime
 from server.settings import Settings
@@ -54,7 +54,8 @@ def create_app(
     runtime = Runtime(settings, engine or _worker(settings), lambda: tokenizer or _tokenizer_of(settings.model), on_fatal)
     app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.runtime = runtime
-    for router in (generation.router, infill.router, models.router, tokens.router, operations.router):
+    bodies = (generation, responses, anthropic, infill, models, tokens, operations)
+    for router in (one.router for one in bodies):
         app.include_router(router)
     pages, paths = _add_pages(app, settings)
     _add_layers(app, runtime, pages, paths)
@@ -82,6 +83,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     runtime.begin()
     yield
     await runtime.stop(0.0)
+    runtime.responses.close()
     if (tracing := getattr(app.state, "tracing", None)) is not None:
         await asyncio.to_thread(tracing.shutdown)  # sends the remaining spans
 
@@ -101,9 +103,9 @@ def _add_layers(app: FastAPI, runtime: Runtime, pages: frozenset[str], paths_of_
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry", IGNORED_HEADER, *RATE_HEADERS],
+            expose_headers=["X-Request-Id", "Request-Id", "Retry-After", "X-Should-Retry", IGNORED_HEADER, *RATE_HEADERS],
         )
     app.add_middleware(OriginGate, origins=settings.cors_origins, pages=pages)
     if is_bound_to_loopback(settings.host):

@@ -5,7 +5,10 @@ from typing import Any
 
 from fastapi import FastAPI
 
-_SCHEME = "ApiKey"
+_SCHEMES = {
+    "ApiKey": {"type": "http", "scheme": "bearer"},
+    "XApiKey": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+}
 
 
 def declare_keys(app: FastAPI, open_paths: Collection[str]) -> None:
@@ -15,10 +18,10 @@ def declare_keys(app: FastAPI, open_paths: Collection[str]) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = described()
-            schema.setdefault("components", {})["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+            schema.setdefault("components", {})["securitySchemes"] = _SCHEMES
             for path, operations in schema["paths"].items():
                 for operation in operations.values():
-                    operation["security"] = [] if path in open_paths else [{_SCHEME: []}]
+                    operation["security"] = [] if path in open_paths else [{name: []} for name in _SCHEMES]
         return described()
 
     app.openapi = openapi  # type: ignore[method-assign]

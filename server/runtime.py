@@ -18,7 +18,8 @@ from server.grammar.check import GrammarCheck
 from server.http.time_limits import TimeLimits
 from server.metrics import ServerMetrics
 from server.reasoning.support import ReasoningSupport, reasoning_support
-from server.settings import Settings
+from server.responses.store import ResponseStore, StoreUnusable
+from server.settings import Settings, SettingsError
 from server.text.codec import TextCodec, Tokenizer
 from server.tool_calls.support import ToolSupport, tool_support
 
@@ -55,6 +56,13 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
     return await outcome
 
 
+def _store(settings: Settings) -> ResponseStore:
+    try:
+        return ResponseStore(settings.store_limits, settings.stored_responses_file)
+    except StoreUnusable as error:
+        raise SettingsError(f"stored_responses_file: {error}") from error
+
+
 class Runtime:
     """Owns the lifecycle of engine and tokenizer. `fatal` is the reason why the server cannot continue, once it cannot.
 
@@ -80,6 +88,7 @@ class Runtime:
         self._tokenizer: Tokenizer | None = None
         self._codec: TextCodec | None = None
         self._tool_support = ToolSupport()
+        self.responses = _store(settings)
         self.grammars = GrammarCheck(self._describe_vocabulary)
         self.reasoning_support = ReasoningSupport()
         self._task: asyncio.Task[None] | None = None

@@ -23,6 +23,7 @@ from server.http.api_keys import MIN_KEY_CHARS, ApiKey, may_others_read, parsed_
 from server.http.hosts import is_loopback
 from server.http.request_log import RequestLog
 from server.reasoning.support import ReasoningParser
+from server.responses.store import StoreLimits
 from server.schemas.common import MAX_CHOICES
 from server.schemas.strict import MAX_NAME_CHARS
 from server.tool_calls.syntaxes import ToolCallParser
@@ -284,6 +285,19 @@ class Settings(BaseSettings):
         description="Tokens of finished answers kept for all users together, a few hundred bytes each; the least recently used "
         "are removed first.",
     )
+    stored_responses: int = Field(
+        default=1000,
+        ge=0,
+        description="Responses of /v1/responses kept for each key, or without keys for all, unless a request has store false. "
+        "Beyond a bound those used least recently are removed. 0: none.",
+    )
+    stored_responses_bytes: int = Field(
+        default=64 * 2**20, ge=1024, description="Bytes of inputs and answers kept for each key; a larger response is not kept."
+    )
+    stored_responses_age_s: float = Field(default=30 * 86400.0, gt=0, description="Seconds that a response is kept.")
+    stored_responses_file: str | None = Field(
+        default=None, description="SQLite file that keeps the responses across restarts; unset: they are kept in memory."
+    )
     verifier: VerifierName = Field(default="coupled", description="Rule that accepts drafted tokens.")
     policy: Literal["plain", "fixed", "adaptive"] = Field(
         default="adaptive", description="How tree shapes are chosen: none, always expansion, or for each step by expected speed."
@@ -452,6 +466,11 @@ class Settings(BaseSettings):
     def most_choices(self) -> int:
         """Choices that one request can have. More than an idle engine admits would get 503 on every retry."""
         return min(self.max_choices, self.max_running + self.max_waiting)
+
+    @property
+    def store_limits(self) -> StoreLimits:
+        """The bounds of stored responses."""
+        return StoreLimits(self.stored_responses, self.stored_responses_bytes, self.stored_responses_age_s)
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ def call_delta(piece: CallPiece) -> CallDelta:
     if piece.name is None:
         return CallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments))
     function = FunctionDelta(name=piece.name, arguments=piece.arguments)
-    return CallDelta(index=piece.index, id=_call_id(), type="function", function=function)
+    return CallDelta(index=piece.index, id=new_call_id(), type="function", function=function)
 
 
 def function_delta(piece: CallPiece) -> FunctionDelta:
@@ -27,12 +27,12 @@ def whole_calls(pieces: Sequence[CallPiece]) -> list[AnswerCall]:
     for piece in pieces:
         if piece.name is not None:
             function = AnswerFunction(name=piece.name, arguments=piece.arguments)
-            calls.append(AnswerCall(id=_call_id(), type="function", function=function))
+            calls.append(AnswerCall(id=new_call_id(), type="function", function=function))
         else:
             calls[piece.index].function.arguments += piece.arguments
     return calls
 
 
-def _call_id() -> str:
+def new_call_id() -> str:
     """Return a unique id for a call."""
     return f"call_{uuid.uuid4().hex[:24]}"

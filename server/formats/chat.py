@@ -112,7 +112,7 @@ class ChatFormat:
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self._has_logprobs:
             return None
-        return ChatLogprobs(content=[_token_logprob(entry) for entry in piece.entries], refusal=None)
+        return ChatLogprobs(content=[token_logprob(entry) for entry in piece.entries], refusal=None)
 
 
 def _reasoning(piece: Piece) -> dict[str, Any]:
@@ -120,7 +120,8 @@ def _reasoning(piece: Piece) -> dict[str, Any]:
     return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}
 
 
-def _token_logprob(entry: TokenEntry) -> TokenLogprob:
+def token_logprob(entry: TokenEntry) -> TokenLogprob:
+    """Return a token with its log-probabilities."""
     assert entry.logprob is not None  # only a prompt's first token has None, and chats do not echo the prompt
     top = [TopLogprob(**_fields(token, logprob)) for token, logprob in entry.top]
     return TokenLogprob(**_fields(entry.token, entry.logprob), top_logprobs=top)

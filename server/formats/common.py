@@ -120,9 +120,10 @@ def _joined_choice(index: int, pieces: Sequence[Piece]) -> Piece:
     token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
     last = pieces[-1]
     calls = merged(call for piece in pieces for call in piece.calls)
+    parts = tuple(part for piece in pieces for part in piece.parts)
     reasoning = "".join(piece.reasoning for piece in pieces)
-    ends = (last.finish, last.prompt, last.stop_reason)
-    return Piece(index, text, entries, *ends, token_ids, pieces[0].prompt_ids, calls=calls, reasoning=reasoning)
+    ends = (last.finish, last.prompt, last.stop_reason, token_ids, pieces[0].prompt_ids)
+    return Piece(index, text, entries, *ends, calls=calls, reasoning=reasoning, parts=parts)
 
 
 def prompt_logprobs_of(piece: Piece) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Piece:
 
     The first piece has the prompt's ids. The last piece has the candidates of the prompt's tokens, and the stop string or token
     that ended the text, None for the model's own end. `token_ids` are the counted tokens; the texts and `calls` may lag behind.
-    `trace` describes their step.
+    `trace` describes their step. `parts` are content and calls in the order of the text.
     """
 
     index: int
@@ -41,6 +41,7 @@ class Piece:
     trace: StepTrace | None = None
     calls: tuple[CallPiece, ...] = ()
     reasoning: str = ""  # text of the model's reasoning block, which is not part of `text`
+    parts: tuple[ReadText, ...] = ()
 
 
 @dataclass(slots=True)
@@ -137,6 +138,7 @@ class Choice:
         self._entries: list[TokenEntry] = []
         self._calls: list[CallPiece] = []
         self._reasoning = ""
+        self._parts: list[ReadText] = []
 
     @property
     def mean_logprob(self) -> float:
@@ -159,6 +161,7 @@ class Choice:
             text += self._content_of(self._reader.close())
         calls, self._calls = merged(self._calls), []
         reasoning, self._reasoning = self._reasoning, ""
+        parts, self._parts = tuple(self._parts), []
         if self.finish is None:
             self.finish = FinishReason.STOP if self.is_cut else event.finish
             self._count_drafts(event, self.num_tokens - num_before)
@@ -174,6 +177,7 @@ class Choice:
             step_trace_of(event.trace, self._token_text) if self._is_traced and event.trace else None,
             calls,
             reasoning,
+            parts=parts,
         )
 
     def _stop_reason(self, event: TokenEvent) -> str | int | None:
@@ -225,6 +229,8 @@ class Choice:
     def _content_of(self, read: ReadText) -> str:
         self._calls += read.calls
         self._reasoning += read.reasoning
+        if read.content or read.calls:
+            self._parts.append(read)
         return read.content
 
     def _close(self) -> str:

@@ -44,9 +44,9 @@ class PromptSource:
     """The prompts of a request. Errors name them `param`, its limit of tokens `limit_param`, its number of choices `num_param`.
 
     `encode` receives the most tokens of a prompt that leave room for the answer. `default_tokens` is the limit of a request
-    without its own; None is the room that is left. `tools` refuses unsupported tools. `reasoning` receives the ids of the prompt
-    and the field that requests a grammar, if there is one. `infill_param` requests the middle of a text. `reader` may end the
-    text.
+    without its own; None is the room that is left. `most_tokens` replaces all defaults, also the model's and the server's.
+    `tools` refuses unsupported tools. `reasoning` receives the ids of the prompt and the field that requests a grammar, if there
+    is one. `infill_param` requests the middle of a text. `reader` may end the text.
     """
 
     param: str
@@ -55,6 +55,7 @@ class PromptSource:
     num_prompts: int
     encode: Callable[[int], Awaitable[list[PromptIds]]]
     default_tokens: int | None = None
+    most_tokens: int | None = None
     tools: Callable[[], ToolUse] = lambda: NO_TOOLS
     reasoning: Callable[[PromptIds, str | None], ReasoningUse] = lambda _ids, _param: NO_REASONING
     infill_param: str | None = None
@@ -73,8 +74,13 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
     return await _Submission(runtime, body, tenant, source).run()
 
 
-async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, param: str = "messages") -> Generation:
-    """Return the samples of a chat request, submitted to the engine; errors name the conversation `param`."""
+async def chat_generation(
+    runtime: Runtime, body: ChatRequest, tenant: str, param: str = "messages", most_tokens: int | None = None
+) -> Generation:
+    """Return the samples of a chat request, submitted to the engine; errors name the conversation `param`.
+
+    `most_tokens` is the token limit of a request without its own. Unlike a limit of its own, it may exceed the room that is left.
+    """
 
     async def encode(_: int) -> list[PromptIds]:
         return [await encoded_chat(runtime, group_of(tenant), body.messages, body.offered_tools, body.form, param)]
@@ -86,7 +92,7 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, para
     tools = partial(tool_use, runtime.tool_support, body)
     newer = "max_completion_tokens" if param == "messages" else "max_output_tokens"
     limit_param = "max_tokens" if body.max_completion_tokens is None else newer
-    source = PromptSource(param, limit_param, "n", 1, encode, tools=tools, reasoning=reasoning)
+    source = PromptSource(param, limit_param, "n", 1, encode, most_tokens=most_tokens, tools=tools, reasoning=reasoning)
     return await _Submission(runtime, body, tenant, source).run()
 
 
@@ -133,18 +139,19 @@ class _Submission:
         if settings.max_answer_tokens is not None and (body.token_limit or 0) > settings.max_answer_tokens:
             reason = f"{body.token_limit} tokens are requested; max_answer_tokens of this server is {settings.max_answer_tokens}"
             raise InvalidRequest(reason, source.limit_param)
-        use, model = source.tools(), self.runtime.engine.model
+        use, model, key = source.tools(), self.runtime.engine.model, group_of(self.tenant)
         if body.speculative is not None:
             _check_tree(body.speculative, model.drafter, settings.max_tree_tokens)
         defaults = (source.default_tokens, model.defaults.max_tokens, settings.max_answer_tokens)
-        limits = defaults if body.token_limit is None else (body.token_limit,)
+        limits = defaults if (own := source.most_tokens or body.token_limit) is None else (own,)
         max_tokens = min([longest_text(model), *(limit for limit in limits if limit is not None)])
         end_ids = require_infill(self.runtime, source.infill_param).end_ids if source.infill_param else ()
         sampling = sampling_of(model, body, max_tokens, use.grammar or body.grammar, end_ids)
         require_distribution(model, sampling, use.grammar_param or body.grammar_param)
+        if use.grammar is not None and body.grammar is not None:  # both are in one grammar; this error names the format
+            await self.runtime.grammars.require(body.grammar, body.grammar_param, key)
         if sampling.grammar is not None:
-            param = use.grammar_param or body.grammar_param
-            await self.runtime.grammars.require(sampling.grammar, param, group_of(self.tenant))
+            await self.runtime.grammars.require(sampling.grammar, use.grammar_param or body.grammar_param, key)
         return use, sampling
 
     async def _encode(self, max_tokens: int) -> tuple[list[PromptIds], tuple[PromptIds, ...], PromptIds]:

@@ -17,7 +17,8 @@ OPEN_PATHS = frozenset({"/live", "/health"})
 
 
 class ApiKeyGate:
-    """Requires `Authorization: Bearer KEY` on every path but the open ones. It is not installed if no keys are configured.
+    """Requires `Authorization: Bearer KEY` or `X-Api-Key: KEY` on every path but the open ones. It is not installed without keys.
+    If a request has both headers, one valid key is enough.
 
     `also_open` are paths that are open in addition to OPEN_PATHS. A key may access the paths of its role.
 
@@ -43,11 +44,12 @@ class ApiKeyGate:
         await self.app(scope, receive, send)
 
     def _admitted(self, headers: Headers) -> tuple[bytes, ApiKey] | None:
-        """Return the digest and key of a request if the key is valid, else None."""
+        """Return the digest and key of a request if it has a valid key, else None."""
         scheme, _, secret = headers.get("authorization", "").partition(" ")
-        offered = _digest(secret.strip())
-        matches = [one for one in self._keys if hmac.compare_digest(offered, one[0])]
-        return matches[0] if scheme.lower() == "bearer" and matches else None
+        offered = [_digest(secret.strip())] if scheme.lower() == "bearer" else []
+        offered += [_digest(key.strip()) for key in headers.getlist("x-api-key")[:1]]
+        matches = [one for digest in offered for one in self._keys if hmac.compare_digest(digest, one[0])]
+        return matches[0] if matches else None
 
 
 def key_digest_of(scope: Scope) -> bytes | None:
@@ -71,6 +73,12 @@ def tenant_of(request: Request, user: str | None) -> str:
         return ""
     named = hmac.new(digest, (user or "").encode("utf-8", "surrogateescape"), "sha256")
     return f"{hashlib.sha256(digest).hexdigest()[:16]}/{named.hexdigest()[:32]}"
+
+
+def owner_of(request: Request) -> str:
+    """Return an opaque name of a request's key, under which its responses are stored. Empty if no key is required."""
+    digest = key_digest_of(request.scope)
+    return "" if digest is None else hashlib.sha256(digest).hexdigest()
 
 
 def cache_salt_of(tenant: str, salt: str | None, is_for_all: bool) -> str:

@@ -1,4 +1,4 @@
-"""The errors of the API and their body, which is always `{"error": {message, type, param, code}}`.
+"""The errors of the API and their body: `{"error": {message, type, param, code}}`, or Anthropic's shape for its clients.
 
     ApiError
     ├── InvalidRequest (400)
@@ -9,6 +9,7 @@
     │   ├── ForeignPage (403, foreign_origin)
     │   └── WrongRole (403, wrong_role)
     ├── UnknownModel (404, model_not_found)
+    ├── UnknownResponse (404)
     ├── BodyTooLarge (413)
     ├── UnsupportedMediaType (415)
     ├── TooManyRequests (429, Retry-After)
@@ -27,12 +28,15 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from engine.core.service import EngineBusy, EngineError, EngineUnavailable
-from server.http.validation_messages import messages_by_field, param_of
+from server.http.anthropic_errors import WRONG_BASE, anthropic_error, is_anthropic, is_messages_path
+from server.http.validation_messages import messages_by_field, of_best_forms, param_of
 from server.schemas.answer import ErrorBody, ErrorDetail
 
 MAX_ERRORS = 10
@@ -68,9 +72,26 @@ class ApiError(Exception):
         message = clipped(str(self), MAX_MESSAGE_CHARS)
         return ErrorBody(error=ErrorDetail(message=message, type=self.type, param=param, code=self.code))
 
+    def answer_to(self, scope: Scope) -> tuple[int, BaseModel]:
+        """Return status and body in the shape that the client of a request reads."""
+        return anthropic_error(self.status, self.body.error) if is_anthropic(scope) else (self.status, self.body)
+
     def response(self) -> Response:
         """Return the HTTP answer."""
-        return JSONResponse(self.body.model_dump(), self.status, self.headers)
+        return ErrorResponse(self)
+
+
+class ErrorResponse(Response):
+    """The answer of an error, whose shape depends on the request."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(status_code=error.status)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        status, body = self._error.answer_to(scope)
+        await JSONResponse(body.model_dump(), status, self._error.headers)(scope, receive, send)
 
 
 class InvalidRequest(ApiError):
@@ -133,6 +154,13 @@ class UnknownModel(ApiError):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the model {clipped(name, MAX_INPUT_CHARS)!r} is not served here", "model", "model_not_found")
+
+
+class UnknownResponse(ApiError):
+    """A stored response, or an item of one, that this key has not."""
+
+    status = 404
+    type = "invalid_request_error"
 
 
 class BodyTooLarge(ApiError):
@@ -208,6 +236,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def as_invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     """Return the 400 for validation errors: `param` is the first field, the message describes the first MAX_ERRORS."""
+    errors = of_best_forms(errors)
     unknown = [param_of(error) or "" for error in errors if error["type"] == "extra_forbidden"]
     sentences = {name: f"unknown parameter: {clipped(name, MAX_INPUT_CHARS) or repr(name)}" for name in unknown}
     for param, words in messages_by_field([error for error in errors if error["type"] != "extra_forbidden"]).items():
@@ -233,8 +262,10 @@ async def answer_validation_error(_: Request, error: Exception) -> Response:
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Answer the router's errors: unknown paths, wrong methods."""
     assert isinstance(error, HTTPException)
-    is_embedding = error.status_code == 404 and _EMBEDDINGS.search(request.url.path)
+    is_missing, path = error.status_code == 404, request.url.path
+    is_embedding = is_missing and _EMBEDDINGS.search(path)
     detail = "this server generates text; it has no embeddings" if is_embedding else error.detail
+    detail = WRONG_BASE if is_missing and is_messages_path(path) else detail
     status_error = ApiError(detail, None, "no_embeddings" if is_embedding else None, error.headers)
     status_error.status = error.status_code
     status_error.type = "invalid_request_error" if error.status_code < 500 else "server_error"

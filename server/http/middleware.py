@@ -8,6 +8,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.http.anthropic_errors import is_anthropic
 from server.http.auth import key_name_of
 from server.http.errors import ApiError, BodyTooLarge, Overloaded, TooManyHeaders, as_api_error
 from server.http.logs import request_id_var
@@ -41,6 +42,8 @@ class RequestContext:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
+                if is_anthropic(scope):
+                    headers["Request-Id"] = request_id
                 headers["X-Content-Type-Options"] = "nosniff"
             await send(message)
 

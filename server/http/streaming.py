@@ -1,4 +1,6 @@
-"""Server-sent events: a stream of JSON objects that ends with [DONE], after an error too, and that detects a disconnect."""
+"""Server-sent events: a stream of JSON objects that detects a disconnect. It ends with [DONE], after an error too, unless it is
+of Anthropic's API.
+"""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -8,9 +10,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.core.service import EngineError
+from server.http.anthropic_errors import is_anthropic
 from server.http.disconnect import ClientGone, until_disconnect
 from server.http.errors import ApiError, as_api_error
-from server.schemas.responses import ResponsesEvent
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +20,9 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def sse_event(body: BaseModel) -> bytes:
-    """Return one event, with its name if the format has names. Only fields that were set are written."""
-    name = f"event: {body.type}\n".encode() if isinstance(body, ResponsesEvent) else b""
+    """Return one event, with its type as its name if it has one. Only fields that were set are written."""
+    kind = getattr(body, "type", None)
+    name = b"" if kind is None else f"event: {kind}\n".encode()
     return name + b"data: " + body.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 
@@ -38,31 +41,33 @@ class EventStream(Response):
         self._objects = objects
         self._close = close
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
         try:
-            await until_disconnect(receive, self._send_all(send))
+            await until_disconnect(receive, self._send_all(scope, send))
         except ClientGone:
             log.info("the client left its stream")
         finally:
             await self._close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for item in self._objects:
                 await _send_body(send, sse_event(item))
         except (ApiError, EngineError) as error:
-            await self._send_error(send, error)
+            await _send_error(scope, send, error)
         except Exception as error:
             log.exception("unhandled error in a stream")
-            await self._send_error(send, error)
-        if self.end:
+            await _send_error(scope, send, error)
+        if self.end and not is_anthropic(scope):
             await _send_body(send, self.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_error(self, send: Send, error: Exception) -> None:
-        await _send_body(send, sse_event(as_api_error(error).body))
+
+async def _send_error(scope: Scope, send: Send, error: Exception) -> None:
+    _, body = as_api_error(error).answer_to(scope)
+    await _send_body(send, sse_event(body))
 
 
 async def _send_body(send: Send, body: bytes) -> None:

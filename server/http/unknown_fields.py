@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from server.http.errors import InvalidRequest
+from server.schemas.anthropic import MessagesRequest
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
 from server.schemas.responses import ResponsesRequest
@@ -25,7 +26,8 @@ _HARMLESS = frozenset(
         *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     }
 )
-_OF_GENERATION = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields} - _HARMLESS
+_REQUESTS = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+_OF_GENERATION = {name for request in _REQUESTS for name in request.model_fields} - _HARMLESS
 
 # Fields of other servers that change the text or the reported data, with the values that change nothing. Fields that only
 # adjust another one (mirostat_tau, xtc_threshold, dry_base) are not listed: without that field they change nothing.

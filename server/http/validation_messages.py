@@ -11,7 +11,7 @@ Error = Mapping[str, Any]  # as `ValidationError.errors()` gives it
 
 # Entries of a location that name a form of a union, or the key of a map, not a field.
 _FORM_NAMES = ("str", "int", "[key]")
-_FORM_BEGINNINGS = ("constrained-", "list[", "dict[", "literal[", "function-")
+_FORM_BEGINNINGS = ("constrained-", "list[", "dict[", "literal[", "function-", "tagged-union[", "form-", "type:")
 
 _KINDS = {
     "string_type": "a string",
@@ -53,7 +53,7 @@ def param_of(error: Error) -> str | None:
 def messages_by_field(errors: Sequence[Error]) -> dict[str | None, str]:
     """Return the message of each field, without its name, in the order of the errors."""
     groups: dict[str | None, list[Error]] = {}
-    for error in _of_best_forms(errors):
+    for error in of_best_forms(errors):
         groups.setdefault(param_of(error), []).append(error)
     return {param: _sentence(group) for param, group in groups.items()}
 
@@ -80,7 +80,7 @@ def _is_form(part: object) -> bool:
     return isinstance(part, str) and (part in _FORM_NAMES or part.startswith(_FORM_BEGINNINGS))
 
 
-def _of_best_forms(errors: Sequence[Error]) -> list[Error]:
+def of_best_forms(errors: Sequence[Error]) -> list[Error]:
     """Return the errors except those of forms that failed earlier than another form of the same field."""
     best: dict[tuple[object, ...], tuple[int, tuple[int, ...]]] = {}
     for error in errors:

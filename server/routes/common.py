@@ -16,7 +16,7 @@ _MEANINGS = {
     400: "The request is not valid; `param` names the field",
     401: "No API key, or a wrong one",
     403: "The key's role does not include this path, or the request comes from a page of another origin",
-    404: "The model is not served here",
+    404: "The model is not served here, or a stored response is not known",
     413: "The body is too large",
     415: "The body is not declared as JSON",
     429: "More requests than this key may make; `Retry-After` gives the seconds to wait",

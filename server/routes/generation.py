@@ -1,4 +1,4 @@
-"""POST /v1/completions, POST /v1/chat/completions and POST /v1/responses."""
+"""POST /v1/completions and POST /v1/chat/completions."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -12,7 +12,6 @@ from starlette.responses import Response
 from server.formats.chat import ChatFormat
 from server.formats.common import AnswerOptions, Format, joined, streamed
 from server.formats.completion import CompletionFormat
-from server.formats.responses import ResponsesFormat
 from server.generation.best_of import best_of
 from server.generation.generation import Generation
 from server.generation.submit import chat_generation, completion_generation
@@ -25,7 +24,6 @@ from server.routes.strict import StrictRoute
 from server.schemas.chat import ChatCompletion, ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import Completion, CompletionRequest
-from server.schemas.responses import ResponsesAnswer, ResponsesRequest
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["generation"])
 
@@ -57,17 +55,6 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         if body.functions and error.param == "tools":
             error.param = "functions"  # the name that the client sent
         raise
-
-
-@router.post("/responses", response_model=ResponsesAnswer, responses={**ALSO_A_STREAM, **ERRORS})
-async def create_response(body: ResponsesRequest, request: Request) -> Response:
-    """Answer a text or a conversation in the format of OpenAI's Responses API."""
-    runtime = runtime_of(request)
-    log_request(runtime.settings.log_requests, "/v1/responses", body)
-    chat = body.to_chat()
-    generate = partial(chat_generation, runtime, chat, tenant_of(request, body.user), "input")
-    form = ResponsesFormat(body, runtime.engine.model.defaults)
-    return await unless_gone(request, generated_response(chat, generate, form))
 
 
 async def generated_response(body: GenerationRequest, generate: Generate, form: Format) -> Response:

@@ -24,18 +24,20 @@ log = logging.getLogger(__name__)
 _MAX_KEYS = MAX_BIASED_TOKENS
 # Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, need.
 _MAX_CONTAINERS = 16384
-_WITH_SCHEMAS = frozenset({"response_format", "structured_outputs", "tools", "functions"})  # decimals in these are not rounded
+# Decimals in these are not rounded.
+_WITH_SCHEMAS = frozenset({"functions", "output_config", "response_format", "structured_outputs", "text", "tools"})
 _MAX_WARNED = 256  # names of unknown fields that are logged; clients choose them
 IGNORED_HEADER = "X-Ignored-Parameters"
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with an optional end: linear time on any body
 
 
 class StrictRequest(Request):
-    """A request whose body is what `parsed_body` returned."""
+    """A request whose body is what `parsed_body` returned. A handler adds to `ignored` the fields that change nothing."""
 
-    def __init__(self, scope: Scope, receive: Receive, value: Any) -> None:
+    def __init__(self, scope: Scope, receive: Receive, value: Any, ignored: list[str]) -> None:
         super().__init__(scope, receive)
         self._value = value
+        self.ignored = ignored
 
     async def json(self) -> Any:
         """Return the parsed body."""
@@ -46,6 +48,8 @@ class StrictRoute(APIRoute):
     """A route whose handler gets a StrictRequest without the ignored unknown fields.
 
     A header of the answer names the ignored fields: these, and known ones that are marked as Ignored.
+
+    The handler may have named ignored options in that header already.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -67,9 +71,10 @@ class StrictRoute(APIRoute):
                 named = [name for name in marks if name in value]
                 variables = runtime.template_variables
                 ignored += [name for name in named if marks[name].is_dropped(name, value[name], variables)]
-            strict = StrictRequest(request.scope, request.receive, value)
+            strict = StrictRequest(request.scope, request.receive, value, ignored)
             strict._body = body  # starlette caches a body that was read under this name
             response = await handle(strict)
+            ignored += filter(None, response.headers.get(IGNORED_HEADER, "").split(", "))
             if ignored:
                 response.headers[IGNORED_HEADER] = ", ".join(ignored)
                 _warn_once(ignored, warned)

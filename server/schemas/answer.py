@@ -1,5 +1,6 @@
 """Parts of answers that both generation endpoints share, the error body, and the model list."""
 
+from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, Field
@@ -71,6 +72,22 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class MessagesErrorDetail(BaseModel):
+    """What went wrong. The message names the field; `details` has the code of the error, if it has one."""
+
+    type: str
+    message: str
+    details: dict[str, str]
+
+
+class MessagesError(BaseModel):
+    """Every error's body for clients of Anthropic's API."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str
+
+
 class ModelCard(BaseModel):
     """One served model."""
 
@@ -97,6 +114,27 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class AnthropicModel(BaseModel):
+    """One served model, for clients of Anthropic's API."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: datetime
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None = Field(description="Prompt and answer together; null while the engine starts.")
+    max_tokens: int | None = Field(description="The longest answer; null while the engine starts.")
+
+
+class AnthropicModelList(BaseModel):
+    """Answer to GET /v1/models with the header `anthropic-version`."""
+
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: Literal[False] = False
 
 
 class Load(BaseModel):

@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
 MAX_NAME_CHARS = 1024
-MAX_DESCRIPTION_CHARS = 1 << 14
+MAX_DESCRIPTION_CHARS = 1 << 16  # agents describe a tool in pages of text
 MAX_INTEGER = 2**31 - 1  # of any count or id, so that sums in the engine fit in 64 bits
 
 Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARS)]  # of a model, a user, a call

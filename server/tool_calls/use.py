@@ -1,5 +1,6 @@
 """The tools of one request: how its answers are parsed, and which grammar constrains them. Refuses unsupported combinations."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from server.reasoning.use import NO_REASONING, ReasoningUse
 from server.schemas.chat import ChatRequest
 from server.schemas.messages import Message
 from server.schemas.tools import NamedTool, Tool
+from server.tool_calls.answers import answer_or_calls
 from server.tool_calls.reader import CallReader, PlainReader
 from server.tool_calls.support import ToolSupport
 from server.tool_calls.syntaxes import CallSyntax
@@ -66,30 +68,34 @@ def tool_use(support: ToolSupport, body: ChatRequest) -> ToolUse:
     if support.syntax is None:
         reason = "this model's chat template does not show how it writes calls of tools; set tool_call_parser"
         raise InvalidRequest(reason, "tools")
-    if body.grammar is not None:
-        raise InvalidRequest(
-            "a text that is constrained to a format calls no tools; tool_choice none leaves them out", body.grammar_param
-        )
+    if body.structured_outputs is not None:
+        reason = "a text with this constraint calls no tools; tool_choice none leaves them out"
+        raise InvalidRequest(reason, "structured_outputs")
     is_one = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
     names = frozenset(tool.function.name for tool in body.offered_tools)
     return ToolUse(names, support.syntax, 1 if is_one else None, _grammar(support, support.syntax, body, is_one))
 
 
 def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one: bool) -> Grammar | None:
-    """Return the grammar of calls that tool_choice forces, or of free text with calls if a function is strict."""
+    """Return the grammar of calls that tool_choice forces, of an answer in the requested format or calls, or of free text with
+    calls if a function is strict.
+    """
     functions = [tool.function for tool in body.offered_tools]
     if body.tool_choice not in (None, "auto"):
         chosen = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
         forced = {one.name: one.schema_of_arguments for one in functions if chosen in (None, one.name)}
         return Grammar(GrammarKind.LARK, syntax.forced_calls(forced, is_one, support.marker_tokens), ("", ""))
-    if not any(function.strict for function in functions):
+    if body.grammar is None and not any(function.strict for function in functions):
         return None
-    if syntax.opening not in support.marker_tokens:
+    if body.grammar is None and syntax.opening not in support.marker_tokens:
         reason = "strict needs a model whose calls begin with a single token, unless tool_choice forces a call"
         raise InvalidRequest(reason, "tools")
     schemas: Mapping[str, Mapping[str, Any]] = {
         function.name: function.schema_of_arguments if function.strict else _ANY_OBJECT for function in functions
     }
+    if body.grammar is not None:
+        calls = syntax.forced_calls(schemas, is_one, support.marker_tokens)
+        return Grammar(GrammarKind.LARK, answer_or_calls(body.grammar.text or json.dumps(_ANY_OBJECT), calls), ("", ""))
     marks = (syntax.markers[0], syntax.markers[1])
     json_marks = marks if all(mark in support.marker_tokens for mark in marks) else None
     return Grammar(GrammarKind.LARK, syntax.free_text_with_calls(schemas, support.marker_tokens), json_marks)

@@ -186,7 +186,7 @@ class _Upload:
     def __init__(self, limit: BodyLimit) -> None:
         self._pieces: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
         self.status: int | None = None
-        self.task = asyncio.create_task(limit({"type": "http", "headers": []}, self._receive, self._send))
+        self.task = asyncio.create_task(limit({"type": "http", "path": "/", "headers": []}, self._receive, self._send))
 
     async def _receive(self):
         num_bytes, is_last = await self._pieces.get()

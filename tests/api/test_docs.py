@@ -55,7 +55,10 @@ async def test_a_missing_package_is_no_failure(monkeypatch: pytest.MonkeyPatch, 
 async def test_the_schema_says_what_asks_for_a_key():
     async with in_process(FakeEngine(), api_keys=KEYS) as client:
         document = (await client.get("/openapi.json", headers={"Authorization": "Bearer some-key"})).json()
-        assert document["components"]["securitySchemes"] == {"ApiKey": {"type": "http", "scheme": "bearer"}}
+        assert document["components"]["securitySchemes"] == {
+            "ApiKey": {"type": "http", "scheme": "bearer"},
+            "XApiKey": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+        }
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
                 answer = await client.request(method, path)

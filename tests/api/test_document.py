@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from server.schemas.anthropic import CountRequest, MessagesRequest
 from server.schemas.chat import ChatRequest
 from server.schemas.common import StreamOptions
 from server.schemas.completion import CompletionRequest
@@ -17,17 +18,16 @@ from tests.api.harness import in_process
 from tests.fake_engine import FakeEngine
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-MODELS = [
-    *(CompletionRequest, ChatRequest, ResponsesRequest, InfillRequest, TokenizeRequest, DetokenizeRequest),
-    *(StreamOptions, SpeculativeOptions),
-]
+GENERATING = [CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, InfillRequest]
+BODIES = [*GENERATING, CountRequest, TokenizeRequest, DetokenizeRequest]
+MODELS = [*BODIES, StreamOptions, SpeculativeOptions]
 
 
 async def test_every_route_is_told_of():
     async with in_process(FakeEngine()) as client:
         paths = (await client.get("/openapi.json")).json()["paths"]
     routes = {f"{method.upper()} {path.replace(':path', '')}" for path, methods in paths.items() for method in methods}
-    assert routes == set(re.findall(r"`((?:GET|POST) [^`]+)`", DOCUMENT))
+    assert routes == set(re.findall(r"`((?:GET|POST|DELETE) [^`]+)`", DOCUMENT))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -126,8 +126,42 @@ async def test_a_schema_that_cannot_be_kept_is_refused_only_where_it_must_be():
         for field, value in [("ignore_eos", True), ("min_tokens", 3)]:
             response = await client.post(URL, json=chat(tools=TOOLS, tool_choice="required", **{field: value}))
             assert (response.status_code, response.json()["error"]["param"]) == (400, field)
-        response = await client.post(URL, json=chat(tools=TOOLS, response_format={"type": "json_object"}))
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
+        response = await client.post(URL, json=chat(tools=TOOLS, structured_outputs={"regex": "a"}))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs")
+
+
+ANSWER = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+
+
+@pytest.mark.parametrize("special", [None, False, True])
+@pytest.mark.parametrize("tools", [TOOLS, STRICT])
+async def test_answers_have_their_format_beside_tools(special: bool | None, tools: list[Any]):
+    """The bug: a format beside tools was refused, as agents send it. The opening of a call is made likely, then impossible."""
+    opening = calling(special).encode("<tool_call>")[0]
+    async with _served(special) as client:
+        for bias in (100, -100):
+            fields = {"response_format": FORMAT, "logit_bias": {str(opening): bias}, "parallel_tool_calls": False}
+            choice = await _choice(client, tools=tools, **fields, seed=1, max_tokens=200)
+            called = [call["function"]["name"] for call in choice["message"].get("tool_calls", [])]
+            if bias > 0:
+                assert (len(called), choice["message"]["content"]) == (1, None)
+                assert tools is TOOLS or _check_calls(choice)
+            else:
+                jsonschema_rs.validate(ANSWER, json.loads(choice["message"]["content"]))
+                assert called == []
+        anything = await _choice(client, tools=tools, **{**fields, "response_format": {"type": "json_object"}}, max_tokens=300)
+        assert anything["finish_reason"] == "length" or isinstance(json.loads(anything["message"]["content"]), dict)
+        forced = await _choice(client, tools=tools, tool_choice=NAMED, response_format=FORMAT, temperature=0)
+        assert (_check_calls(forced), forced["message"]["content"]) == (["weather"], None)
+
+
+async def test_a_format_that_cannot_be_kept_is_named_beside_tools():
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
+    async with _served(False) as client:
+        for choice in ("auto", "required"):
+            response = await client.post(URL, json=chat(tools=TOOLS, tool_choice=choice, response_format=wrong))
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
 
 
 @pytest.mark.parametrize("choice_of_tools", ["required", {"type": "function", "function": {"name": "f"}}])

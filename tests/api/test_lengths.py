@@ -20,7 +20,9 @@ TEXTS = {
     "prompt",
     "input",
     "instructions",
+    "system",
     "arguments",
+    "output",
     "regex",
     "grammar",
     "json",
@@ -29,6 +31,7 @@ TEXTS = {
     "suffix",
     "input_prefix",
     "input_suffix",
+    *("thinking", "signature", "data"),  # left out of the prompt
 }
 
 

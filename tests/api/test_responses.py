@@ -77,10 +77,10 @@ async def test_events_are_named():
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"tools": [{"type": "web_search"}]}, "tools"),
-    ({"text": {"format": {"type": "json_object"}}}, "text"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
     ({"background": True}, "background"),
-    ({"reasoning": {"effort": "low"}}, "reasoning"),
+    ({"reasoning": {"effort": 1}}, "reasoning.effort"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
     ({"input": "x" * 5000}, "input"),
     ({"input": []}, "input"),
