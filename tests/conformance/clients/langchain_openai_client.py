@@ -1,9 +1,9 @@
 """langchain-openai: ChatOpenAI over chat completions and over Responses, and an agent of langchain."""
 
 from features import BASE, GREETING, KEY, MODEL, PERSON, QUESTION, feature, main
+from langchain.agents import create_agent
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from langchain.agents import create_agent
 from pydantic import BaseModel
 
 called: list[str] = []

@@ -57,7 +57,9 @@ def structured():
 def responses():
     assert litellm.responses(input=GREETING, max_output_tokens=16, **OPENAI).output[0].content[0].text
     tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
-    answer = litellm.responses(input=QUESTION, tools=[tool], tool_choice="required", max_output_tokens=64, temperature=0, **OPENAI)
+    answer = litellm.responses(
+        input=QUESTION, tools=[tool], tool_choice="required", max_output_tokens=64, temperature=0, **OPENAI
+    )
     assert json.loads(answer.output[0].arguments)["city"]
 
 

@@ -60,13 +60,19 @@ def responses():
     assert answer.output_parsed.name
     tool = {"type": "function", "name": "weather", "description": None, "parameters": WEATHER, "strict": True}
     called = client.responses.create(
-        model=MODEL, input=QUESTION, tools=[tool], tool_choice="required", max_output_tokens=64, temperature=0
+        model=MODEL,
+        input=QUESTION,
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=64,
+        temperature=0,
     )
     call = called.output[0]
     assert json.loads(call.arguments)["city"]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     with client.responses.stream(
-        model=MODEL, input=[result], previous_response_id=called.id, tools=[tool], max_output_tokens=200, temperature=0
+        model=MODEL, input=[result], previous_response_id=called.id, tool_choice="none", max_output_tokens=400, temperature=0
     ) as events:
         assert "response.completed" in [event.type for event in events]
 

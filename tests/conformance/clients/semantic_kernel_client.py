@@ -43,7 +43,9 @@ def history(text: str) -> ChatHistory:
 
 async def with_tool(behaviour: FunctionChoiceBehavior) -> None:
     called.clear()
-    answer = await service.get_chat_message_content(history(QUESTION), settings(function_choice_behavior=behaviour), kernel=KERNEL)
+    answer = await service.get_chat_message_content(
+        history(QUESTION), settings(function_choice_behavior=behaviour), kernel=KERNEL
+    )
     assert called, str(answer)
 
 

@@ -79,8 +79,8 @@ const features = {
 const found = {}
 for (const [feature, run] of Object.entries(features)) {
   if (only.length && !only.includes(feature)) continue
-  found[feature] = await run().then(() => 'yes', (error) => `${error.name}: ${error.message} ${error.responseBody ?? ''}`)
+  found[feature] = await run().then(() => 'yes', (error) => `${error.name}: ${error.message}`)
 }
-const pins = Object.keys(JSON.parse(readFileSync('package.json')).dependencies).filter((key) => key.includes('ai') && !key.startsWith('@cont'))
+const packages = ['ai', '@ai-sdk/openai', '@ai-sdk/openai-compatible', '@ai-sdk/anthropic']
 const version = (key) => JSON.parse(readFileSync(`node_modules/${key}/package.json`)).version
-console.log(JSON.stringify({ client: pins.map((key) => `${key} ${version(key)}`).join(', '), features: found }))
+console.log(JSON.stringify({ client: packages.map((key) => `${key} ${version(key)}`).join(', '), features: found }))
