@@ -46,10 +46,10 @@ def feature(name: str) -> Callable[[Check], Check]:
 
 
 def main(*packages: str) -> None:
-    """Run every registered feature; print the versions of the packages and what became of each feature."""
+    """Run every registered feature; print the packages with their versions, and what became of each feature."""
     with asyncio.Runner() as runner:  # one loop: a client keeps connections of the loop that made them
         found = {name: _result(check, runner) for name, check in _checks.items() if not sys.argv[3:] or name in sys.argv[3:]}
-    answer = {"client": ", ".join(f"{name} {version(name)}" for name in packages), "features": found}
+    answer = {"client": ", ".join(name if " " in name else f"{name} {version(name)}" for name in packages), "features": found}
     sys.stdout.write(json.dumps(answer) + "\n")
 
 

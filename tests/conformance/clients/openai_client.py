@@ -1,4 +1,4 @@
-"""openai: chat, completions, tools, parsed schemas, Responses. Its errors, retries and time-outs: tests/conformance/test_openai_client.py."""
+"""openai: chat, completions, tools, parsed schemas, Responses. test_openai_client.py has its errors, retries and time-outs."""
 
 import json
 
