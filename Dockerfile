@@ -35,7 +35,8 @@ ENV PATH=/opt/latebranch/bin:$PATH \
     LATEBRANCH_CACHE=/var/cache/latebranch \
     HF_HOME=/var/cache/latebranch/huggingface
 
-USER latebranch
+# A number: Kubernetes (runAsNonRoot) does not look up names.
+USER 10001
 VOLUME /var/cache/latebranch
 EXPOSE 8000
 

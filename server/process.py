@@ -7,6 +7,7 @@ the engine fails   end with a reason and a status that is not 0
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import resource
@@ -29,8 +30,9 @@ log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_BYTES_S = 5.0  # for answers on their way out, after the drain has ended the requests
-_BACKLOG = 64  # connections that asyncio accepts at a time, before it closes any
-_OTHER_DESCRIPTORS = 128 + 4 * _BACKLOG  # files, the worker, and connections that are being accepted or closed
+_ACCEPTED_AT_ONCE = 64  # connections that asyncio accepts at a time, before it closes any
+_OTHER_DESCRIPTORS = 128 + 4 * _ACCEPTED_AT_ONCE  # files, the worker, and connections that are being accepted or closed
+_BACKLOG = 1024  # connections that wait in the kernel to be accepted; beyond it a client tries again after a second
 _FORCED_S = 0.5  # _LAST_BYTES_S after a second signal
 
 
@@ -62,6 +64,14 @@ class Server(uvicorn.Server):
         """Stop because the engine failed for good."""
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen with a long queue: asyncio would also accept as many connections at a time as the queue is long."""
+        await super().startup(sockets)
+        for server in self.servers:
+            for listening in server.sockets:
+                with listening.dup() as same:
+                    same.listen(_BACKLOG)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain the engine while uvicorn waits for the connections. The engine's ABORTs end answers that outlast the drain."""
         draining = asyncio.create_task(self._runtime.stop(self._drain_s))
@@ -91,11 +101,18 @@ def serve(settings: Settings) -> str | None:
         log.info("API keys: %s", ", ".join(f"{num} x {name}" if num > 1 else name for name, num in counts.items()))
     app = create_app(settings, on_fatal=on_fatal)
     runtime: Runtime = app.state.runtime
+    runtime.on_loaded = _freeze_loaded
     server = Server(_uvicorn_config(app, settings), runtime, settings.drain_s)
     server.run()
     if runtime.is_model_refused:
         raise UnsupportedModel(runtime.fatal)
     return runtime.fatal
+
+
+def _freeze_loaded() -> None:
+    """Exempt what is loaded from later collections: they would delay every stream and probe."""
+    gc.collect()
+    gc.freeze()
 
 
 def _max_connections(wanted: int) -> int:
@@ -120,7 +137,7 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         ws="none",
         lifespan="on",
         http=http_protocol(settings.client_limit_s, _max_connections(settings.max_connections), runtime.metrics.http.cut_off_at),
-        backlog=_BACKLOG,
+        backlog=_ACCEPTED_AT_ONCE,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         timeout_graceful_shutdown=math.ceil(settings.drain_s + _LAST_BYTES_S),

@@ -66,7 +66,7 @@ def _store(settings: Settings) -> ResponseStore:
 class Runtime:
     """Owns the lifecycle of engine and tokenizer. `fatal` is the reason why the server cannot continue, once it cannot.
 
-    `is_model_refused` is set for an unsupported model: another start would fail too.
+    `is_model_refused` is set for an unsupported model: another start would fail too. `on_loaded` is called before it is ready.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Runtime:
         self.time_limits = TimeLimits(settings.first_token_limit_s, settings.request_limit_s)
         self.fatal: str | None = None
         self.is_model_refused = False
+        self.on_loaded: Callable[[], None] = lambda: None
         self._load_tokenizer = load_tokenizer
         self._on_fatal = on_fatal
         self._tokenizer: Tokenizer | None = None
@@ -141,9 +142,11 @@ class Runtime:
         try:
             tokenizer = await _in_daemon_thread(self._load_tokenizer)
             await self.engine.start()
-            self._tokenizer, self._codec = tokenizer, TextCodec(tokenizer)
-            self._tool_support = tool_support(self._codec, self.settings.tool_call_parser)
-            self.reasoning_support = reasoning_support(self._codec, self.settings.reasoning_parser)
+            codec = TextCodec(tokenizer)
+            self.on_loaded()
+            self._tool_support = tool_support(codec, self.settings.tool_call_parser)
+            self.reasoning_support = reasoning_support(codec, self.settings.reasoning_parser)
+            self._tokenizer, self._codec = tokenizer, codec
             self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
             log.info("serving %s", self.settings.served_name)
             await self._failure()

@@ -254,7 +254,7 @@ class Settings(BaseSettings):
     )
     tool_call_parser: ToolCallParser = Field(
         default="auto",
-        description="How the model writes tool calls; auto: as its chat template does; none: no tools are accepted.",
+        description="Markup of tool calls (docs/api.md); auto: as the chat template shows; none: no tools are accepted.",
     )
     reasoning_parser: ReasoningParser = Field(
         default="auto",

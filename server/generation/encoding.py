@@ -74,7 +74,7 @@ async def encoded_chat(
 ) -> PromptIds:
     """Return the ids of a conversation with its tools."""
     codec = runtime.codec
-    shown, shown_tools = templated(messages), templated_tools(tools)
+    shown, shown_tools = runtime.tool_support.shape.shaped(templated(messages)), templated_tools(tools)
     contents = [[message.get(field) for field in ("content", "tool_calls", "name", "reasoning_content")] for message in shown]
     num_bytes = sum(len(text.encode()) for text in strings_of([contents, shown_tools, form.variables]))
     return await encoded(runtime, key, num_bytes, lambda: codec.encode_chat(shown, form, shown_tools), param)

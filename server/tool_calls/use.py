@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from engine.core.types import Grammar, GrammarKind
 from server.http.errors import InvalidRequest
@@ -12,22 +11,27 @@ from server.schemas.chat import ChatRequest
 from server.schemas.messages import Message
 from server.schemas.tools import NamedTool, Tool
 from server.tool_calls.answers import answer_or_calls
+from server.tool_calls.arguments import Schema
+from server.tool_calls.grammars import Schemas, forced_calls, free_text_with_calls
+from server.tool_calls.markup_reader import Form, MarkupReader
 from server.tool_calls.reader import CallReader, PlainReader
 from server.tool_calls.support import ToolSupport
 from server.tool_calls.syntaxes import CallSyntax
 
-_ANY_OBJECT = {"type": "object"}
+_ANY_OBJECT: Schema = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The functions that a request's answers may call, in which syntax, and how many at most (None: any number).
 
-    Without a syntax all text is content. `grammar` constrains the text; None leaves it free. Calls are behind the `reasoning`.
+    `functions` are the schemas of their arguments. Without a syntax all text is content. `forms` are those of its calls that are
+    read, behind the `reasoning`. `grammar` constrains the text; None leaves it free.
     """
 
-    names: frozenset[str] = frozenset()
+    functions: Mapping[str, Schema] = field(default_factory=dict)
     syntax: CallSyntax | None = None
+    forms: tuple[Form, ...] = ()
     max_calls: int | None = None
     grammar: Grammar | None = None
     reasoning: ReasoningUse = NO_REASONING
@@ -44,7 +48,7 @@ class ToolUse:
 
     def reader(self) -> CallReader:
         """Return the parser of one text."""
-        return self.reasoning.reader(self.syntax.reader(self.names, self.max_calls) if self.syntax else PlainReader())
+        return self.reasoning.reader(MarkupReader(self.forms, self.functions, self.max_calls) if self.forms else PlainReader())
 
 
 NO_TOOLS = ToolUse()
@@ -71,9 +75,19 @@ def tool_use(support: ToolSupport, body: ChatRequest) -> ToolUse:
     if body.structured_outputs is not None:
         reason = "a text with this constraint calls no tools; tool_choice none leaves them out"
         raise InvalidRequest(reason, "structured_outputs")
+    if body.grammar is not None and support.syntax.forms[0].is_at_start:  # JSON of the answer could be read as a call
+        reason = "calls of this model look like JSON, so a text in this format calls no tools; tool_choice none leaves them out"
+        raise InvalidRequest(reason, body.grammar_param)
     is_one = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
-    names = frozenset(tool.function.name for tool in body.offered_tools)
-    return ToolUse(names, support.syntax, 1 if is_one else None, _grammar(support, support.syntax, body, is_one))
+    functions = {tool.function.name: tool.function.schema_of_arguments for tool in body.offered_tools}
+    try:
+        grammar = _grammar(support, support.syntax, body, is_one)
+    except ValueError as error:
+        raise InvalidRequest(f"tools: {error}", "tools") from error
+    is_forced = body.tool_choice not in (None, "auto") or body.grammar is not None
+    free_forms = support.syntax.forms if grammar is None else support.syntax.strict_forms
+    forms = support.syntax.forced_forms if is_forced else free_forms
+    return ToolUse(functions, support.syntax, forms, 1 if is_one else None, grammar)
 
 
 def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one: bool) -> Grammar | None:
@@ -84,18 +98,23 @@ def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one
     if body.tool_choice not in (None, "auto"):
         chosen = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
         forced = {one.name: one.schema_of_arguments for one in functions if chosen in (None, one.name)}
-        return Grammar(GrammarKind.LARK, syntax.forced_calls(forced, is_one, support.marker_tokens), ("", ""))
+        return Grammar(GrammarKind.LARK, forced_calls(syntax, forced, is_one, support.marker_tokens), _forced_marks(syntax))
     if body.grammar is None and not any(function.strict for function in functions):
         return None
-    if body.grammar is None and syntax.opening not in support.marker_tokens:
+    if body.grammar is None and syntax.opening not in support.marker_tokens and not syntax.forms[0].is_at_start:
         reason = "strict needs a model whose calls begin with a single token, unless tool_choice forces a call"
         raise InvalidRequest(reason, "tools")
-    schemas: Mapping[str, Mapping[str, Any]] = {
-        function.name: function.schema_of_arguments if function.strict else _ANY_OBJECT for function in functions
-    }
+    schemas: Schemas = {function.name: function.schema_of_arguments if function.strict else _ANY_OBJECT for function in functions}
     if body.grammar is not None:
-        calls = syntax.forced_calls(schemas, is_one, support.marker_tokens)
-        return Grammar(GrammarKind.LARK, answer_or_calls(body.grammar.text or json.dumps(_ANY_OBJECT), calls), ("", ""))
-    marks = (syntax.markers[0], syntax.markers[1])
-    json_marks = marks if all(mark in support.marker_tokens for mark in marks) else None
-    return Grammar(GrammarKind.LARK, syntax.free_text_with_calls(schemas, support.marker_tokens), json_marks)
+        calls = forced_calls(syntax, schemas, is_one, support.marker_tokens)
+        text = answer_or_calls(body.grammar.text or json.dumps(_ANY_OBJECT), calls)
+        return Grammar(GrammarKind.LARK, text, _forced_marks(syntax))
+    marks = syntax.json_marks
+    if marks is not None and not all(mark in support.marker_tokens for mark in marks if mark):
+        marks = None
+    return Grammar(GrammarKind.LARK, free_text_with_calls(syntax, schemas, support.marker_tokens), marks)
+
+
+def _forced_marks(syntax: CallSyntax) -> tuple[str, str] | None:
+    """Return the marks of JSON in a text that is calls alone: all of it, or none if arguments are raw text."""
+    return None if syntax.writing.values == "raw" else ("", "")

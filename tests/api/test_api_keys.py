@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from pydantic import SecretStr
 
 from server.http.api_keys import ApiKey, Role
 from server.settings import SettingsError, load_settings
 from tests.api.harness import completion, in_process
+from tests.api.test_bounds import serving
 from tests.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +111,25 @@ async def test_the_access_log_has_name_and_address(caplog: pytest.LogCaptureFixt
             record = caplog.records[-1]
             assert record.getMessage().endswith(f" ms from 127.0.0.1, key {name}")
             assert (record.client, record.key) == ("127.0.0.1", name)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("proxies", "sent", "logged"),
+    [
+        ((), "203.0.113.7", "127.0.0.1"),
+        (("127.0.0.1",), "203.0.113.7", "203.0.113.7"),
+        (("127.0.0.1",), "10.9.9.9, 203.0.113.7", "203.0.113.7"),  # the client's own words come first
+        (("192.0.2.1",), "203.0.113.7", "127.0.0.1"),
+    ],
+)
+async def test_a_trusted_proxy_names_the_clients_address(
+    proxies: tuple[str, ...], sent: str, logged: str, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "server.access")
+    async with serving(trusted_proxies=proxies) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        assert (await client.get("/live", headers={"X-Forwarded-For": sent})).status_code == 200
+    (record,) = [record for record in caplog.records if record.name == "server.access"]
+    assert record.client == logged  # type: ignore[attr-defined]
 
 
 def test_comments_of_a_key_file_open_nothing(tmp_path: Path):

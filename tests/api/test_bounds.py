@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import pytest
 
 from server.http.middleware import BodyLimit
 from server.http.protocol import MAX_HEAD_BYTES, _BoundedHeads, _LingeringTransport
-from server.process import _OTHER_DESCRIPTORS, Server, _max_connections, _uvicorn_config
+from server.process import _OTHER_DESCRIPTORS, Server, _max_connections, _uvicorn_config, serve
 from server.settings import Settings
 from tests.api.harness import MODEL, completion, make_app, until
 from tests.api.test_process import _free_port, _wait_ready
@@ -248,6 +250,49 @@ async def test_of_too_many_connections_the_longest_idle_is_closed():
         assert 'latebranch_clients_cut_off_total{at="waiting"} 3.0' in text
         for _, writer in (*idle, *more):
             writer.close()
+
+
+async def test_a_burst_of_connections_is_queued():
+    """The bug: the kernel queued 64 connections; for others, /health among them, a client tried again after a second."""
+    async with serving() as port:
+        # While this loop is busy the server accepts nothing.
+        clients = [socket.create_connection(("127.0.0.1", port), timeout=0.9) for _ in range(500)]
+        clients[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert (await asyncio.to_thread(clients[-1].recv, 100)).startswith(b"HTTP/1.1 200")
+        for client in clients:
+            client.close()
+
+
+async def test_a_short_queue_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("server.process._BACKLOG", 64)
+    async with serving() as port:
+        with contextlib.ExitStack() as stack:
+            connect = partial(socket.create_connection, ("127.0.0.1", port), timeout=0.3)
+            with pytest.raises(TimeoutError):
+                list(map(stack.enter_context, iter(connect, None)))
+
+
+def test_loaded_objects_are_collected_once(monkeypatch: pytest.MonkeyPatch):
+    """The bug: each full garbage collection visited all that was loaded, and delayed every stream and /health."""
+    app = make_app(FakeEngine())
+    monkeypatch.setattr("server.process.create_app", lambda *_, **__: app)
+    monkeypatch.setattr(Server, "run", lambda self: None)
+    assert serve(Settings(model=MODEL)) is None
+    gc.unfreeze()
+    try:
+        app.state.runtime.on_loaded()
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
+
+
+async def test_what_follows_loading_comes_before_readiness():
+    runtime = (app := make_app(FakeEngine())).state.runtime
+    seen: list[bool] = []
+    runtime.on_loaded = lambda: seen.append(runtime.is_ready)
+    async with app.router.lifespan_context(app):
+        await until(lambda: runtime.is_ready)
+    assert seen == [False]
 
 
 NUM_SILENT = 3_000

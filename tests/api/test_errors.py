@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -131,6 +132,24 @@ async def test_too_many_containers_are_refused_before_they_are_looked_at(monkeyp
     assert validated == []
 
 
+@pytest.mark.parametrize("make", [lambda one: one, lambda one: {"stop": [one]}, lambda one: {"a": {"b": one}}])
+def test_objects_with_too_many_keys_are_refused(make: Any):
+    for num_keys in (1024, 1025):
+        body = json.dumps(make({str(i): 1 for i in range(num_keys)})).encode()
+        with pytest.raises(InvalidRequest, match="object of more than 1024 keys") if num_keys > 1024 else nullcontext():
+            parsed_body(body, "application/json")
+
+
+NOT_STRICT = [b"NaN", b"-Infinity", b'"\xff"', b'"\xed\xa0\x80"', b'"\xc0\x80"', b'"\\ud800"', b"[" * 201 + b"]" * 201]
+
+
+@pytest.mark.parametrize("value", NOT_STRICT)
+def test_lax_json_is_refused(value: bytes):
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        parsed_body(b'{"prompt": ' + value + b"}", "application/json")
+    assert parsed_body(b'{"prompt": ' + b"[" * 150 + b"]" * 150 + b"}", "application/json")
+
+
 def test_brackets_in_text_are_no_containers():
     text = '["' + "{[" * 10_000 + '\\"[\\\\'
     assert parsed_body(json.dumps({"prompt": text}).encode(), "application/json") == {"prompt": text}
@@ -212,11 +231,17 @@ async def test_a_request_id_is_the_clients_if_it_is_sane(caplog: pytest.LogCaptu
 
 
 async def test_loading_is_503_with_a_time():
-    """The bug: tools were refused as unsupported, a 400, until the chat template was known."""
+    """The bug: with tools the answer was a 400, as what the template supports was not yet known."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
     engine = FakeEngine(start_gate=asyncio.Event())
     async with in_process(engine, waits=False) as client:
-        tools = [{"type": "function", "function": {"name": "f"}}]
-        for url, body in ((URL, completion()), ("/v1/chat/completions", chat()), ("/v1/chat/completions", chat(tools=tools))):
+        for url, body in (
+            (URL, completion()),
+            *(
+                ("/v1/chat/completions", chat(**fields))
+                for fields in ({}, {"tools": tools}, {"tools": tools, "tool_choice": "none"})
+            ),
+        ):
             response = await client.post(url, json=body)
             assert _assert_error(response, 503)["code"] == "engine_unavailable"
             assert int(response.headers["retry-after"]) >= 1

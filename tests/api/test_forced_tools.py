@@ -183,10 +183,10 @@ async def test_numbers_of_forced_calls_end(choice_of_tools: Any):
 def test_json_is_known_where_calls_may_come():
     """Digits of free text are not counted, those of strict calls are."""
     body = ChatRequest.model_validate(chat(tools=STRICT))
-    use = tool_use(ToolSupport(True, True, SYNTAXES["hermes"], frozenset(("<tool_call>", "</tool_call>"))), body)
+    use = tool_use(ToolSupport(True, True, SYNTAXES["hermes"], {"<tool_call>": 400, "</tool_call>": 401}), body)
     assert use.grammar is not None
     assert use.grammar.json_marks == ("<tool_call>", "</tool_call>")
-    spelled = tool_use(ToolSupport(True, True, SYNTAXES["hermes"], frozenset(("<tool_call>",))), body)
+    spelled = tool_use(ToolSupport(True, True, SYNTAXES["hermes"], {"<tool_call>": 400}), body)
     assert spelled.grammar is not None
     assert spelled.grammar.json_marks is None
 

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from engine.core.sampling_limits import MAX_GRAMMAR_CHARS
 from server.schemas.strict import MAX_DESCRIPTION_CHARS, MAX_NAME_CHARS
+from server.schemas.tools import MAX_SCHEMA_BYTES
 from tests.api.harness import chat, completion, in_process
 from tests.api.test_document import MODELS
 from tests.fake_engine import FakeEngine
@@ -65,8 +67,13 @@ def test_an_unbounded_name_is_noticed():
     assert list(unbounded(Request.model_json_schema(), "", {})) == ["user"]
 
 
-def _tool(description: str) -> dict[str, Any]:
-    return {"tools": [{"type": "function", "function": {"name": "f", "description": description}}], "tool_choice": "none"}
+def _tool(description: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    function = {"name": "f", "description": description, "parameters": parameters}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": "none"}
+
+
+def _format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}}
 
 
 LONG = "x" * (MAX_NAME_CHARS + 1)
@@ -78,6 +85,8 @@ REQUESTS = [
     (completion() | {"model": LONG}, 400, "model"),
     (chat(**_tool("x" * MAX_DESCRIPTION_CHARS)), 200, None),
     (chat(**_tool("x" * (MAX_DESCRIPTION_CHARS + 1))), 400, "tools.0.function.description"),
+    (chat(**_tool("x", {"description": "x" * MAX_DESCRIPTION_CHARS})), 200, None),
+    (chat(**_tool("x", {"description": "x" * MAX_SCHEMA_BYTES})), 400, "tools.0.function.parameters"),
     (chat(metadata={"a": LONG}), 400, "metadata.a"),
     (chat(metadata={LONG: "a"}), 400, None),
 ]
@@ -89,3 +98,11 @@ async def test_names_that_are_too_long_are_refused(body: dict[str, Any], status:
         answer = await client.post("/v1/chat/completions" if "messages" in body else "/v1/completions", json=body)
     assert answer.status_code == status
     assert param is None or answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("schema", [{"description": LONG * 64}, {"properties": {"a": {"description": LONG * 64}}}])
+async def test_schema_texts_count_towards_its_length(schema: dict[str, Any]):
+    async with in_process(FakeEngine()) as client:
+        answer = await client.post("/v1/chat/completions", json=chat(**_format(schema)))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+    assert f"is longer than {MAX_GRAMMAR_CHARS}" in answer.json()["error"]["message"]

@@ -128,6 +128,9 @@ async def test_https_is_spoken_with_a_certificate(certificate: tuple[str, str]):
     cert, key = certificate
     server, task, port = await _serving(Settings(model=MODEL, port=0, ssl_certfile=cert, ssl_keyfile=key))
     try:
+        assert server.config.ssl is not None
+        assert server.config.ssl.minimum_version >= ssl.TLSVersion.TLSv1_2
+        assert server.config.ssl.protocol == ssl.PROTOCOL_TLS_SERVER, "any version from the minimum on"
         trust = ssl.create_default_context(cafile=cert)
         async with httpx.AsyncClient(verify=trust, base_url=f"https://127.0.0.1:{port}") as client:
             answer = await client.post(URL, json=completion())

@@ -11,6 +11,8 @@ from tests.api.harness import MODEL, chat, completion, in_process, sample
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import infilling
 
+pytestmark = pytest.mark.timeout(60)  # without a limit the requests of these tests never end
+
 LONG_S = 3600.0
 SHORT_S = 0.05
 ROUTES = {

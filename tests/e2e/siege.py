@@ -1,16 +1,21 @@
 """Silent connections, slow bodies and streams that work, all together: `python -m tests.e2e.siege --silent 5000`.
 
 A real server over a tiny model whose limit of descriptors is 1,024. The streams have seeds: they are asked for before, with
-nothing beside them, and again once the connections are open. Meanwhile `/health` is asked for, each time over a new connection.
+nothing beside them, and again once the connections are open. Meanwhile another process requests `/health`, each time over a new
+connection.
 """
 
 import argparse
 import asyncio
+import contextlib
+import json
 import os
 import resource
 import sys
 import tempfile
 import time
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +23,15 @@ from typing import Any
 import httpx
 
 from tests.conformance.folder import served_folder
+from tests.e2e import health_probe
+from tests.e2e.health_probe import Probe
 from tests.e2e.server import PROGRAM, RunningServer, running_server
 
 _NUM_DESCRIPTORS = 1024  # of the server
 _AT_ONCE = 50  # connections that are opened without a pause
 _SLOW_S = 0.5  # between two bytes of a slow body
-_HEALTH_S = 0.2  # between two requests for /health
+_HEALTH_S = 0.05  # between two requests for /health
+_WATCH_S = 0.2  # between two looks at what the server holds
 _LIMIT_S = 180.0  # of all of it: a server that is stopped accepts no connection
 _FLAGS = ("--drafter", "ngram", "--policy", "fixed", "--max-running", "64", "--max-model-len", "512", "--spare-worker", "false")
 MOST_HEALTH_S, MOST_KIB, MOST_LOG_BYTES = 1.0, 64 * 1024.0, 1 << 20
@@ -45,6 +53,7 @@ class Siege:
 
     num_different: int  # streams
     slowest_health_s: float
+    slowest_connect_s: float  # of /health
     num_health: int
     num_failed_health: int
     grown_kib: float  # of the front end, at its most
@@ -121,34 +130,41 @@ def _held(pid: int) -> tuple[float, float]:
 
 
 async def _watch(server: RunningServer, seen: dict[str, float]) -> None:
-    """Ask for /health again and again, and note what the server holds."""
+    """Note again and again what the server holds."""
     before, _ = _held(server.process.pid)
     while True:
-        began_s = time.monotonic()
-        try:
-            async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
-                is_well = (await client.get("/health")).status_code == 200
-        except httpx.TransportError:
-            is_well = False
-        seen["num"] += 1
-        seen["failed"] += not is_well
-        seen["slowest_s"] = max(seen["slowest_s"], time.monotonic() - began_s)
         memory, num_files = _held(server.process.pid)
         seen["grown_kib"] = max(seen["grown_kib"], memory - before)
         seen["files"] = max(seen["files"], num_files)
-        await asyncio.sleep(_HEALTH_S)
+        await asyncio.sleep(_WATCH_S)
+
+
+@contextlib.asynccontextmanager
+async def _probing(port: int) -> AsyncIterator[list[Probe]]:
+    """Request /health in another process; the list is filled at the end."""
+    command = ("-m", health_probe.__name__, str(port), str(_HEALTH_S))
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdin=PIPE, stdout=PIPE)
+    probes: list[Probe] = []
+    try:
+        yield probes
+        output, _ = await process.communicate(b"")
+        probes += (Probe(*values) for values in json.loads(output))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
 
 async def besiege(server: RunningServer, log: Path, plan: Plan) -> Siege:
     """Return what became of the streams of a server that has all these connections."""
     undisturbed, undisturbed_s = await _streams(server, plan)
     log_before = os.stat(log).st_size
-    seen: dict[str, float] = dict.fromkeys(("num", "failed", "slowest_s", "grown_kib", "files"), 0.0)
+    seen: dict[str, float] = {"grown_kib": 0.0, "files": 0.0}
     watching = asyncio.create_task(_watch(server, seen))
-    slow = [asyncio.create_task(_slow(server.port)) for _ in range(plan.num_slow)]
-    streaming = asyncio.create_task(_streams(server, plan))
-    silent = await _open_silent(server.port, plan.num_silent)
-    besieged, besieged_s = await streaming
+    async with _probing(server.port) as probes:
+        slow = [asyncio.create_task(_slow(server.port)) for _ in range(plan.num_slow)]
+        streaming = asyncio.create_task(_streams(server, plan))
+        silent = await _open_silent(server.port, plan.num_silent)
+        besieged, besieged_s = await streaming
     for task in (watching, *slow):
         task.cancel()
     ends: list[Any] = await asyncio.gather(watching, *slow, return_exceptions=True)
@@ -158,9 +174,10 @@ async def besiege(server: RunningServer, log: Path, plan: Plan) -> Siege:
         raise failed[0]
     return Siege(
         num_different=sum(one != other for one, other in zip(undisturbed, besieged, strict=True)),
-        slowest_health_s=seen["slowest_s"],
-        num_health=int(seen["num"]),
-        num_failed_health=int(seen["failed"]),
+        slowest_health_s=max(probe.total_s for probe in probes),
+        slowest_connect_s=max(probe.connect_s for probe in probes),
+        num_health=len(probes),
+        num_failed_health=sum(not probe.is_well for probe in probes),
         grown_kib=seen["grown_kib"],
         num_log_bytes=os.stat(log).st_size - log_before,
         num_files=int(seen["files"]),

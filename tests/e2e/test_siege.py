@@ -25,7 +25,7 @@ def test_idle_connections_disturb_no_stream(tmp_path: Path) -> None:
 
 
 def test_each_fault_of_a_siege_is_told() -> None:
-    sound = Siege(0, 0.1, 30, 0, 11_000.0, 14_000, 700, 4.0, 5.0)
+    sound = Siege(0, 0.1, 0.05, 30, 0, 11_000.0, 14_000, 700, 4.0, 5.0)
     assert sound.faults == []
     broken = replace(
         sound, num_different=1, slowest_health_s=55.0, num_failed_health=1, grown_kib=70_000.0, num_log_bytes=188_000_000

@@ -77,4 +77,25 @@ def test_a_call_is_streamed_and_its_result_read(client: openai.OpenAI):
         {"role": "tool", "tool_call_id": call.id, "content": "It is 4 degrees and it rains."},
     ]
     answer = client.chat.completions.create(model=PRESET, messages=told, tools=TOOLS, temperature=0, max_tokens=40)
-    assert answer.choices[0].message.content
+    assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_free_calls_are_read_from_fenced_json(client: openai.OpenAI, strict: bool):
+    """The model writes a fenced object, and not the markup of its template: no agent framework saw a call."""
+    tools: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": strict}}]
+    fields: dict[str, Any] = {"model": PRESET, "messages": QUESTION, "tools": tools, "temperature": 0, "max_tokens": 120}
+    (choice,) = client.chat.completions.create(**fields).choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo", "unit": "celsius"})
+    with client.chat.completions.stream(**fields) as stream:
+        num_deltas = sum(event.type == "tool_calls.function.arguments.delta" for event in stream)
+        (streamed,) = list(stream.get_final_completion().choices[0].message.tool_calls or [])
+    assert num_deltas > 3
+    assert streamed.function.arguments == call.function.arguments
+    plain = client.chat.completions.create(**fields, extra_body={"speculative": {"enabled": False}})
+    (undrafted,) = plain.choices[0].message.tool_calls or []
+    assert undrafted.type == "function"
+    assert undrafted.function.arguments == call.function.arguments

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.model.causal_lm import load_model
-from engine.weights import UnsupportedModel, WeightsError
+from engine.weights import UnsupportedModel, WeightsError, resolve
 from engine.weights.pretrained import load_config, load_module, load_tokenizer, refuse_by_configuration
 from server.cli.main import main
 from tests.conformance.folder import served_folder
@@ -69,6 +69,17 @@ def test_code_of_a_model_folder_never_runs(model_type: str | None, tmp_path: Pat
             with pytest.raises(UnsupportedModel, match=r"code of its own folder, which is never run$"):
                 load(folder)
     assert not marker.exists()
+
+
+def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
+    weights = load_file(served_folder(tmp_path) / "model.safetensors")
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    load_module(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"lacks \*\.safetensors"):
+        resolve(str(tmp_path))
+    with pytest.raises(OSError, match="safetensors"):
+        load_module(tmp_path)
 
 
 def test_code_of_a_tokenizer_never_runs(tmp_path: Path, marker: Path) -> None:

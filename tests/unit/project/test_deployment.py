@@ -119,7 +119,16 @@ def test_the_image_drops_root_and_keeps_weights_in_the_mounted_volume():
     assert cache is not None
     assert f"VOLUME {cache[1]}\n" in dockerfile
     assert _compose()["services"]["server"]["volumes"] == [f"weights:{cache[1]}"]
-    assert dockerfile.index("\nUSER latebranch\n") < dockerfile.index("\nENTRYPOINT ")
+    user = re.search(r"useradd --uid (\d+)", dockerfile)
+    assert user is not None
+    number = f"\nUSER {user[1]}\n"  # a number: Kubernetes cannot see that a name is not root
+    assert dockerfile.index(number) < dockerfile.index("\nENTRYPOINT ")
+
+
+def test_containers_can_gain_no_privileges():
+    """The bug: Prometheus and Grafana kept the default capabilities, which neither needs."""
+    for name, service in _compose()["services"].items():
+        assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"]), name
 
 
 def test_every_dependency_is_pinned_to_a_version_it_allows():

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.reasoning.reader import Markers, ReasoningReader
-from server.tool_calls.hermes import HermesReader
+from server.tool_calls.markup_reader import MarkupReader
 from server.tool_calls.reader import PlainReader, ReadText, merged
+from server.tool_calls.syntaxes import SYNTAXES
 
 _CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 _WORDS = [
@@ -43,7 +44,7 @@ def read(
     tools: bool = True,
 ) -> ReadText:
     """Return what is read of a text that is cut at `edges`."""
-    rest = HermesReader(["f"]) if tools else PlainReader()
+    rest = MarkupReader(SYNTAXES["hermes"].forms, {"f": {}}, None) if tools else PlainReader()
     reader = reader_type(rest, Markers(), begins_inside=begins_inside)
     bounds = [0, *sorted(min(edge, len(text)) for edge in edges), len(text)]
     parts = [*(reader.feed(text[a:b]) for a, b in pairwise(bounds)), reader.close()]
