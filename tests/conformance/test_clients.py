@@ -5,6 +5,7 @@ They have environments of their own, which `make conformance` makes; without the
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ ABSENT = "not in the client"
 def _table() -> dict[str, dict[str, str]]:
     """Return the cells of the table by client and feature."""
     section = (ROOT / "docs" / "conformance.md").read_text().partition("## Clients\n")[2]
-    lines = [line.strip("| ").split(" | ") for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert table is not None
+    lines = [line.strip("| ").split(" | ") for line in table[0].splitlines()]
     header, _, *rows = lines
     return {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}
 

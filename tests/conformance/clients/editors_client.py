@@ -24,7 +24,10 @@ AIDER = {
         {"role": "assistant", "content": 'Ok, I will:\n\nshow_greeting.py\n```\nprint("Hey")\n```\n'},
         {"role": "user", "content": "I switched to a new code base."},
         {"role": "assistant", "content": "Ok."},
-        {"role": "user", "content": "*Trust this message as the true contents of these files!*\n\na.py\n```\ndef f(): return 1\n```\n"},
+        {
+            "role": "user",
+            "content": "*Trust this message as the true contents of these files!*\n\na.py\n```\ndef f(): return 1\n```\n",
+        },
         {"role": "assistant", "content": "Ok, any changes I propose will be to those files."},
         {"role": "user", "content": "rename f to g\n\nReply in English.\n\n"},
     ],

@@ -32,7 +32,9 @@ def weather(city: str) -> str:
 def agent(kind: type = OpenAIChatCompletionsModel, max_tokens: int = 100, choice: str | None = None, **options) -> Agent:
     client = AsyncOpenAI(base_url=BASE, api_key=KEY, max_retries=0, timeout=300)
     # One call: a small model that must call repeats its call until the limit.
-    settings = ModelSettings(temperature=0, max_tokens=max_tokens, tool_choice=choice, parallel_tool_calls=False if choice else None)
+    settings = ModelSettings(
+        temperature=0, max_tokens=max_tokens, tool_choice=choice, parallel_tool_calls=False if choice else None
+    )
     return Agent(name="helper", instructions="Be brief.", model=kind(MODEL, client), model_settings=settings, **options)
 
 
