@@ -68,7 +68,7 @@ def responses():
 def agent_run():
     answer = create_agent(model(100), [weather]).invoke({"messages": [("user", QUESTION)]})
     assert called, answer["messages"][-1].content
-    assert answer["messages"][-1].content
+    assert len(answer["messages"]) > 3
 
 
 main("langchain-openai", "langchain")
