@@ -20,7 +20,7 @@ PROGRAMS = Path(__file__).parent / "clients"
 ENVIRONMENTS = Path(os.environ.get("CLIENTS_VENV", ROOT / ".venv-clients"))
 MODEL = "qwen2.5-coder-0.5b"
 YES = "yes"
-ABSENT = "not in the client"
+ABSENT = "absent"
 
 
 def _table() -> dict[str, dict[str, str]]:
