@@ -3,10 +3,14 @@
 import json
 
 from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.messages import TextMessage
+from autogen_core import CancellationToken
 from autogen_core.models import UserMessage
 from autogen_core.tools import FunctionTool
+from autogen_ext.agents.openai import OpenAIAgent
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from features import BASE, GREETING, KEY, MODEL, PERSON, QUESTION, feature, main
+from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 INFO = {"vision": False, "function_calling": True, "json_output": True, "structured_output": True, "family": "unknown"}
@@ -63,6 +67,21 @@ async def tools_auto():
 async def structured():
     answer = await client().create(user(PERSON), json_output=Person)
     assert Person.model_validate_json(answer.content).name
+
+
+@feature("responses")
+async def responses():
+    agent = OpenAIAgent(
+        name="helper",
+        description="A helper.",
+        client=AsyncOpenAI(base_url=BASE, api_key=KEY, max_retries=0, timeout=300),
+        model=MODEL,
+        instructions="Be brief.",
+        max_output_tokens=32,
+    )
+    for text in (GREETING, GREETING):  # the second continues the first by its id
+        answer = await agent.on_messages([TextMessage(content=text, source="user")], CancellationToken())
+        assert answer.chat_message.to_text()
 
 
 @feature("agent run")

@@ -22,6 +22,12 @@ def of(mode: instructor.Mode) -> instructor.Instructor:
     return instructor.from_openai(OpenAI(base_url=BASE, api_key=KEY, max_retries=0, timeout=300), mode=mode)
 
 
+@feature("chat")
+def chat():
+    answer = of(instructor.Mode.TOOLS).create(response_model=None, messages=MESSAGES, max_tokens=16, **OPTIONS)
+    assert answer.choices[0].message.content
+
+
 @feature("tools forced")
 def tools_forced():
     assert of(instructor.Mode.TOOLS).create(response_model=Person, messages=MESSAGES, max_tokens=64, **OPTIONS).name

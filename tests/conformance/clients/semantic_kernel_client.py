@@ -4,7 +4,7 @@ from features import BASE, GREETING, KEY, MODEL, PERSON, QUESTION, SYSTEM, featu
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 from semantic_kernel import Kernel
-from semantic_kernel.agents import ChatCompletionAgent
+from semantic_kernel.agents import ChatCompletionAgent, OpenAIResponsesAgent
 from semantic_kernel.connectors.ai import FunctionChoiceBehavior
 from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion, OpenAIChatPromptExecutionSettings
 from semantic_kernel.contents import ChatHistory
@@ -73,6 +73,15 @@ async def tools_auto():
 @feature("structured")
 async def structured():
     answer = await service.get_chat_message_content(history(PERSON), settings(response_format=Person))
+    assert Person.model_validate_json(str(answer)).name
+
+
+@feature("responses")
+async def responses():
+    options = {"ai_model_id": MODEL, "client": client, "instructions": "Be brief.", "name": "helper"}
+    assert str(await OpenAIResponsesAgent(**options).get_response(messages=GREETING))
+    form = OpenAIResponsesAgent.configure_response_format(Person)
+    answer = await OpenAIResponsesAgent(**options, text=form, temperature=0).get_response(messages=PERSON)
     assert Person.model_validate_json(str(answer)).name
 
 
