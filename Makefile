@@ -17,6 +17,8 @@ SERVE_MODEL := $(if $(filter file default undefined,$(origin MODEL)),,$(if $(fin
 INSTALLED := $(VENV)/.installed
 SERVING := $(VENV)/.serving
 TOOLS := .venv-conformance
+CLIENTS := .venv-clients
+CLIENT_PINS := tests/conformance/clients
 # Compiled at installation, where there is a compiler.
 NATIVE := $(wildcard engine/native/*.cpp engine/native/*.h)
 # After a bin/: where the environment's packages lie.
@@ -67,14 +69,24 @@ test: $(INSTALLED) ## run the whole suite on every core
 test-fast: $(INSTALLED) ## run the tests that need no model: about a minute on two cores
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 tests/unit tests/selector -m "not slow" $(ARGS)
 
-conformance: $(INSTALLED) $(TOOLS)/.installed ## run the kit of docs/conformance.md at length, lm-eval and aiperf too
-	CONFORMANCE_VENV=$(abspath $(TOOLS)) $(BIN)/python -m pytest tests/conformance --conformance-examples 100 $(ARGS)
+conformance: $(INSTALLED) $(TOOLS)/.installed $(CLIENTS)/.installed ## run the kit of docs/conformance.md at length, all clients and tools too
+	CONFORMANCE_VENV=$(abspath $(TOOLS)) CLIENTS_VENV=$(abspath $(CLIENTS)) $(BIN)/python -m pytest tests/conformance --conformance-examples 100 $(ARGS)
 
 # Over the packages of $(VENV), which a path file shows it: torch and transformers are not installed twice.
 $(TOOLS)/.installed: tests/conformance/tools.txt
 	test -x $(TOOLS)/bin/python || $(BIN)/python -m venv $(TOOLS)
 	$(BIN)/$(PURELIB) > "$$($(TOOLS)/bin/$(PURELIB))/under.pth"
 	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+# Clients with pins of their own, apart from $(VENV).
+$(CLIENTS)/.installed: $(CLIENT_PINS)/python.txt $(CLIENT_PINS)/instructor.txt $(CLIENT_PINS)/package.json
+	for name in python instructor; do \
+		test -x $(CLIENTS)/$$name/bin/python || $(BIN)/python -m venv $(CLIENTS)/$$name; \
+		$(CLIENTS)/$$name/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $(CLIENT_PINS)/$$name.txt; \
+	done
+	mkdir -p $(CLIENTS)/node && cp $(CLIENT_PINS)/package.json $(CLIENTS)/node
+	if command -v npm > /dev/null; then npm --prefix $(CLIENTS)/node install --silent --no-audit --no-fund; fi
 	touch $@
 
 lint: $(INSTALLED) ## check style, layout (Python and C++), types and the direction of imports
