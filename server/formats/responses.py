@@ -128,6 +128,7 @@ class ResponsesFormat:
             tools=[{"type": "function", **tool.model_dump(exclude_unset=True)} for tool in body.functions],
             top_logprobs=body.top_logprobs or 0,
             top_p=chosen(body.top_p, self._defaults.top_p, 1.0),
+            truncation=body.truncation or "disabled",
             user=body.user,
             **rest,
         )

@@ -157,7 +157,7 @@ class ResponsesRequest(Strict):
     metadata: dict[Name, Name] | None = Field(None, max_length=16, description="Returned with the response; changes nothing.")
     speculative: SpeculativeOptions | None = None
     timeout_s: float | None = Field(None, gt=0, description="Seconds after which an unfinished request ends with an error.")
-    truncation: Annotated[object, Neutral("disabled")] = None
+    truncation: Literal["auto", "disabled"] | None = Field(None, description="auto: what does not fit is refused all the same.")
     service_tier: Annotated[object, Neutral("auto", "default")] = None
     background: Annotated[object, Neutral(False)] = None
     conversation: Annotated[object, Neutral()] = None

@@ -103,7 +103,7 @@ class ResponsesAnswer(BaseModel):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponsesUsage | None = None
     user: str | None
     metrics: Metrics | None = None

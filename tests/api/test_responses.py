@@ -114,3 +114,13 @@ async def test_the_numbers_are_those_of_a_chat():
         same = (await client.post("/v1/chat/completions", json=chat())).json()
     assert answer["metrics"] == same["metrics"]
     assert answer["usage"]["total_tokens"] == same["usage"]["total_tokens"]
+
+
+async def test_truncation_auto_drops_nothing():
+    """The bug: `auto`, which frameworks send by default, was refused although it changes nothing while the prompt fits."""
+    async with in_process(_engine()) as client:
+        body = {"model": MODEL, "input": "hi", "truncation": "auto"}
+        answer = await client.post(URL, json=body)
+        too_long = await client.post(URL, json=body | {"input": "word " * 20_000})
+    assert (answer.status_code, answer.json()["truncation"]) == (200, "auto")
+    assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "context_length_exceeded")

@@ -328,7 +328,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"background": True}, "background"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": "last"}, "truncation"),
     ({"context_management": [{"type": "compaction"}]}, "context_management"),
     ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
 ]
