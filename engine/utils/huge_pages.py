@@ -58,10 +58,12 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def release(tensor: Tensor) -> None:
-    """Return the memory of a tensor to the system, and lose its content."""
+    """Return the whole pages of a contiguous tensor to the system, and lose their content."""
     with suppress(OSError, AttributeError):
-        num_bytes = tensor.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
+        begin, end = -(-tensor.data_ptr() // _PAGE_BYTES), (tensor.data_ptr() + tensor.nbytes) // _PAGE_BYTES
+        if begin < end:
+            num_bytes = ctypes.c_size_t((end - begin) * _PAGE_BYTES)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin * _PAGE_BYTES), num_bytes, mmap.MADV_DONTNEED)
 
 
 def copied(tensor: Tensor) -> Tensor:

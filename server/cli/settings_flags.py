@@ -10,7 +10,10 @@ from server.settings import Settings, load_settings
 
 # The groups of the help, in its order. Each setting is in one of them.
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "model": ("model", "dtype", "model_name", "generation_config", "tool_call_parser", "device", "num_threads", "cuda_graphs"),
+    "model": (
+        *("model", "dtype", "model_name", "served_model_name", "generation_config", "tool_call_parser", "reasoning_parser"),
+        *("device", "num_threads", "cuda_graphs"),
+    ),
     "address and keys": (
         *("host", "port", "public", "api_keys", "api_keys_file", "ssl_certfile", "ssl_keyfile", "cors_origins", "allowed_hosts"),
         *("trusted_proxies", "playground", "docs"),
@@ -27,6 +30,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("max_requests_per_minute", "max_concurrent_requests", "max_tokens_per_minute", "max_body_bytes"),
         *("max_unfinished_body_bytes", "max_connections", "max_choices", "max_answer_tokens", "max_tree_tokens"),
         *("first_token_limit_s", "request_limit_s", "client_limit_s", "strict"),
+        *("stored_responses", "stored_responses_bytes", "stored_responses_age_s", "stored_responses_file"),
     ),
     "life": (
         *("drain_s", "max_heartbeat_age_s", "hang_limit_s", "max_deaths", "crash_dump_dir", "crash_dump_texts"),

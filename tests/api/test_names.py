@@ -65,7 +65,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """Return the settings that `serve` is called with."""
     calls: list[Settings] = []
     monkeypatch.setattr("server.process.serve", calls.append)
-    monkeypatch.setattr(server.cli.main, "configure_logging", lambda level, form: None)
+    monkeypatch.setattr("server.http.logs.configure_logging", lambda level, form: None)
+    monkeypatch.setattr("server.preflight.require_startable", lambda settings: None)
+    monkeypatch.setattr("server.cli.main.start_template", lambda module: None)
     return calls
 
 

@@ -137,10 +137,15 @@ def test_bad_input_is_a_clear_refusal(server: RunningServer, body: bytes, status
 
 
 def worker_pid(server: RunningServer) -> int:
-    """Return the id of the server's one child that is a worker."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    (pid,) = [int(child) for child in children if Path(f"/proc/{child}/comm").read_text().startswith("latebranch-work")]
-    return pid
+    """Return the id of the server's one descendant that is a worker."""
+    waiting, found = [server.process.pid], []
+    while waiting:
+        pid = waiting.pop()
+        waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        if Path(f"/proc/{pid}/comm").read_text().startswith("latebranch-work"):
+            found.append(pid)
+    (worker,) = found
+    return worker
 
 
 def test_a_stream_outlives_its_worker(server: RunningServer, client: openai.OpenAI) -> None:

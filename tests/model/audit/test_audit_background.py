@@ -411,7 +411,7 @@ def test_what_can_be_checked_of_a_request(temperature, seed, verifier, check):
 
 
 def test_a_worker_turns_an_audit_only_if_one_is_wanted(monkeypatch):
-    monkeypatch.setattr("engine.build.build_engine", lambda config, adaptive: tiny_engine(*pair("llama")))
+    monkeypatch.setattr("engine.build.build_engine", lambda config, adaptive, **_: tiny_engine(*pair("llama")))
     assert isinstance(build_served(EngineConfig("tiny")), Engine)
     engine: Any = build_served(EngineConfig("tiny", audit_share=1.0, audit_tokens=3))
     assert outcomes(run(engine, [greedy("g", PROMPT)])) == {Check.GREEDY: Tally(3)}
