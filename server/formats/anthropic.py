@@ -14,6 +14,7 @@ from server.generation.generation import Generation
 from server.generation.sample import Piece
 from server.schemas.answer import Usage
 from server.schemas.anthropic import AnswerBlock, MessagesAnswer, MessagesEvent, MessagesUsage, StopReason
+from server.tool_calls.reader import in_order
 
 _SIGNATURE = "unsigned"  # clients give thinking back only with a signature; this server verifies none
 _INVALID = "INVALID_JSON"  # Anthropic's name for arguments that are no JSON object
@@ -52,6 +53,8 @@ class OpenBlock:
 
 class MessagesFormat:
     """One answer. Collects its blocks. An answer that is cut off with fewer tokens than `token_limit` had no more room."""
+
+    ends_with_done = False
 
     def __init__(self, model: str, token_limit: int) -> None:
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
@@ -93,12 +96,13 @@ class MessagesFormat:
 
     def _block_events(self, piece: Piece) -> Iterator[MessagesEvent]:
         yield from self._text_events("thinking", piece.reasoning)
-        for part in piece.parts:
-            yield from self._text_events("text", part.content)
-            for call in part.calls:
-                if call.name is not None:
-                    yield from self._begin(OpenBlock("tool_use", {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}))
-                yield from self._add(call.arguments)
+        for one in in_order(piece.parts):
+            if isinstance(one, str):
+                yield from self._text_events("text", one)
+                continue
+            if one.name is not None:
+                yield from self._begin(OpenBlock("tool_use", {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": one.name}))
+            yield from self._add(one.arguments)
 
     def _text_events(self, kind: str, text: str) -> Iterator[MessagesEvent]:
         """Yield the events of text of a kind; a new block begins if the last one is of another kind."""

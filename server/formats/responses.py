@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import Iterator
-from itertools import takewhile
 from typing import Any, Literal
 
 from engine.core.types import FinishReason, RequestDefaults
@@ -28,7 +27,7 @@ from server.schemas.responses_answer import (
     ResponsesUsage,
 )
 from server.schemas.responses_items import Status
-from server.tool_calls.reader import CallPiece
+from server.tool_calls.reader import CallPiece, in_order
 
 
 class ResponsesFormat:
@@ -57,13 +56,8 @@ class ResponsesFormat:
         if self._body.has_logprobs:
             self._logprobs += map(token_logprob, piece.entries)
         yield from self._reasoning(piece.reasoning)
-        continued = list(takewhile(lambda call: call.name is None, piece.calls))
-        for call in continued:
-            yield from self._call(call)
-        if piece.text:
-            yield from self._text(piece.text)
-        for call in piece.calls[len(continued) :]:
-            yield from self._call(call)
+        for one in in_order(piece.parts):
+            yield from self._text(one) if isinstance(one, str) else self._call(one)
         if piece.finish is not None:
             if not self._items or (self._logprobs and isinstance(self._open, OutputMessage)):
                 yield from self._text("")

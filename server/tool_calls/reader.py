@@ -1,7 +1,8 @@
 """The result of parsing a model's text: content, and tool calls in pieces. Knows text only."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, groupby, takewhile
 from typing import Protocol
 
 
@@ -63,3 +64,21 @@ def merged(pieces: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
         else:
             found.append(piece)
     return tuple(found)
+
+
+def in_order(parts: Iterable[ReadText]) -> Iterator[str | CallPiece]:
+    """Yield the contents and calls of parts of one text in its order. Contents that follow one another are joined."""
+    for is_content, group in groupby(chain.from_iterable(map(_in_order, parts)), lambda one: isinstance(one, str)):
+        if is_content:
+            yield "".join(one for one in group if isinstance(one, str))
+        else:
+            yield from group
+
+
+def _in_order(part: ReadText) -> Iterator[str | CallPiece]:
+    """Yield what one part has: the rest of the open call, content, new calls."""
+    rest = [*takewhile(lambda call: call.name is None, part.calls)]
+    yield from rest
+    if part.content:
+        yield part.content
+    yield from part.calls[len(rest) :]

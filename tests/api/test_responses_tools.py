@@ -14,6 +14,7 @@ from engine.core.types import FinishReason, RequestDefaults
 from server.formats.responses import ResponsesFormat
 from server.generation.sample import Piece
 from server.schemas.responses import ResponsesRequest
+from server.tool_calls.reader import ReadText
 from tests.api.harness import MODEL, chat, in_process
 from tests.api.responses_events import events_of, folded, without_ids
 from tests.api.test_forced_tools import SCHEMA, _served
@@ -245,8 +246,8 @@ def test_reasoning_is_an_item_of_its_own():
     form = ResponsesFormat(ResponsesRequest.model_validate(responses()), RequestDefaults(), is_stored=True)
     pieces = [
         Piece(0, reasoning="a"),
-        Piece(0, reasoning="b", text="c"),
-        Piece(0, text="d"),
+        Piece(0, reasoning="b", text="c", parts=(ReadText("c"),)),
+        Piece(0, text="d", parts=(ReadText("d"),)),
         Piece(0, finish=FinishReason.LENGTH),
     ]
     events = [json.loads(event.model_dump_json()) for piece in pieces for event in form.events(piece)]
@@ -289,7 +290,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "name": f"f{at}"} for at in range(129)]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "name": "nobody"}, "tools": TOOLS}, "tool_choice.name"),
+    ({"tool_choice": {"type": "function", "name": "missing"}, "tools": TOOLS}, "tool_choice.name"),
     ({"tool_choice": {"type": "function", "function": {"name": "time"}}, "tools": TOOLS}, "tool_choice.function"),
     ({"tool_choice": {"type": "web_search"}, "tools": TOOLS}, "tool_choice.type"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}, "tools": TOOLS}, "tool_choice.tools"),
