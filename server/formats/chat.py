@@ -39,6 +39,8 @@ class ChatFormat:
     call is a `function_call`, the form before tools.
     """
 
+    ends_with_done = True
+
     def __init__(self, options: AnswerOptions, offers_tools: bool = False, has_functions: bool = False) -> None:
         self._options = options
         self._head = options.head("chatcmpl")

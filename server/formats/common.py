@@ -21,6 +21,8 @@ InChunk = Mapping[str, Any]  # the field `usage` of a chunk that has choices; em
 class Format(Protocol):
     """One answer in one of the formats. All chunks have the same id and time."""
 
+    ends_with_done: bool  # whether [DONE] ends a stream
+
     def chunks(self, piece: Piece, usage: InChunk) -> Iterable[BaseModel]:
         """Return the chunks of one piece, which may be none. Every chunk has `usage` as given."""
         ...

@@ -23,6 +23,8 @@ from server.text.token_entry import TokenEntry
 class CompletionFormat:
     """One answer. Chunks and whole answers have the same shape."""
 
+    ends_with_done = True
+
     def __init__(self, options: AnswerOptions) -> None:
         self._options = options
         self._head = options.head("cmpl")

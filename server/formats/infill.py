@@ -16,6 +16,8 @@ _SETTINGS = {"n_predict", "temperature", "top_k", "top_p", "min_p", "typical_p",
 class InfillFormat:
     """One answer. `limits` may have ended its text; `decode` returns the text of the prompt."""
 
+    ends_with_done = False
+
     def __init__(self, body: InfillRequest, model: str, limits: LineLimits, decode: Callable[[Sequence[int]], str]) -> None:
         self._body = body
         self._model = model

@@ -1,6 +1,4 @@
-"""Server-sent events: a stream of JSON objects that detects a disconnect. It ends with [DONE], after an error too, unless it is
-of Anthropic's API.
-"""
+"""Server-sent events: a stream of JSON objects that detects a disconnect. It may end with [DONE], after an error too."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,7 +8,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.core.service import EngineError
-from server.http.anthropic_errors import is_anthropic
 from server.http.disconnect import ClientGone, until_disconnect
 from server.http.errors import ApiError, as_api_error
 
@@ -34,12 +31,14 @@ class EventStream(Response):
     media_type = "text/event-stream"
     charset = "utf-8"
 
-    def __init__(self, objects: AsyncIterator[BaseModel], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, objects: AsyncIterator[BaseModel], close: Callable[[], Awaitable[None]], ends_with_done: bool = True
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.end = _DONE
         self._objects = objects
         self._close = close
+        self._ends_with_done = ends_with_done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
@@ -60,8 +59,8 @@ class EventStream(Response):
         except Exception as error:
             log.exception("unhandled error in a stream")
             await _send_error(scope, send, error)
-        if self.end and not is_anthropic(scope):
-            await _send_body(send, self.end)
+        if self._ends_with_done:
+            await _send_body(send, _DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

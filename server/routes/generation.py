@@ -81,4 +81,4 @@ async def _stream(body: GenerationRequest, generation: Generation, form: Format)
     """Return the stream once the first piece exists. An earlier failure is a plain HTTP error."""
     pieces = generation.pieces()
     first = await anext(pieces)
-    return EventStream(streamed(first, pieces, form, generation, body.stream_usage), generation.close)
+    return EventStream(streamed(first, pieces, form, generation, body.stream_usage), generation.close, form.ends_with_done)

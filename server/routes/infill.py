@@ -1,6 +1,5 @@
 """POST /infill, llama.cpp's route for editors."""
 
-from collections.abc import Awaitable
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -12,7 +11,6 @@ from server.generation.line_limits import LineLimits
 from server.generation.submit import infill_generation
 from server.http.auth import tenant_of
 from server.http.request_log import log_request
-from server.http.streaming import EventStream
 from server.routes.common import ERRORS, runtime_of, unless_gone
 from server.routes.generation import ALSO_A_STREAM, generated_response
 from server.routes.strict import StrictRoute
@@ -30,12 +28,4 @@ async def fill_in(body: InfillRequest, request: Request) -> Response:
     form = InfillFormat(body, runtime.settings.served_name, limits, partial(runtime.codec.decode, skips_special=False))
     filling = body.to_generation(runtime.settings.served_name, longest_text(runtime.engine.model))
     generate = partial(infill_generation, runtime, body, filling, tenant_of(request, body.user), limits)
-    return await unless_gone(request, _without_done(generated_response(filling, generate, form)))
-
-
-async def _without_done(work: Awaitable[Response]) -> Response:
-    """Return the response. llama.cpp's streams end without [DONE]."""
-    response = await work
-    if isinstance(response, EventStream):
-        response.end = b""
-    return response
+    return await unless_gone(request, generated_response(filling, generate, form))
