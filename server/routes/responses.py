@@ -22,7 +22,7 @@ from server.responses.conversation import Conversation, items_of
 from server.responses.store import ResponseStore, StoredResponse
 from server.routes.common import ERRORS, runtime_of, unless_gone
 from server.routes.generation import ALSO_A_STREAM
-from server.routes.strict import IGNORED_HEADER, StrictRoute
+from server.routes.strict import StrictRequest, StrictRoute
 from server.schemas.messages import MAX_MESSAGES
 from server.schemas.responses import ResponsesRequest
 from server.schemas.responses_answer import DeletedResponse, InputItems, ResponsesAnswer, ResponsesEvent
@@ -36,14 +36,12 @@ _STORED: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in
 
 
 @_bodies.post("/v1/responses", response_model=ResponsesAnswer, responses={**ALSO_A_STREAM, **ERRORS})
-async def create_response(body: ResponsesRequest, request: Request) -> Response:
+async def create_response(body: ResponsesRequest, request: StrictRequest) -> Response:
     """Answer a text or a conversation in the format of OpenAI's Responses API."""
     runtime = runtime_of(request)
     log_request(runtime.settings.log_requests, "/v1/responses", body)
-    response = await unless_gone(request, _created(body, request))
-    if ignored := body.ignored(runtime.template_variables):
-        response.headers[IGNORED_HEADER] = ", ".join(ignored)
-    return response
+    request.ignored += body.ignored(runtime.template_variables)
+    return await unless_gone(request, _created(body, request))
 
 
 router.include_router(_bodies)

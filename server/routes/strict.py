@@ -47,9 +47,7 @@ class StrictRequest(Request):
 class StrictRoute(APIRoute):
     """A route whose handler gets a StrictRequest without the ignored unknown fields.
 
-    A header of the answer names the ignored fields: these, and known ones that are marked as Ignored.
-
-    The handler may have named ignored options in that header already.
+    A header of the answer names the ignored fields: these, known ones that are marked as Ignored, and those of the handler.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -74,7 +72,6 @@ class StrictRoute(APIRoute):
             strict = StrictRequest(request.scope, request.receive, value, ignored)
             strict._body = body  # starlette caches a body that was read under this name
             response = await handle(strict)
-            ignored += filter(None, response.headers.get(IGNORED_HEADER, "").split(", "))
             if ignored:
                 response.headers[IGNORED_HEADER] = ", ".join(ignored)
                 _warn_once(ignored, warned)

@@ -1,7 +1,7 @@
 """Request fields that both generation endpoints share."""
 
 from enum import Enum, auto
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
@@ -82,6 +82,19 @@ Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SALT_CHARS)]
 BadWord = Annotated[str, StringConstraints(pattern=r"\S", max_length=256)]
+
+
+class _HasStreamOptions(Protocol):
+    stream: bool | None
+
+    @property
+    def stream_options(self) -> object: ...
+
+
+def require_stream(body: _HasStreamOptions) -> None:
+    """Raise a validation error for stream options without a stream."""
+    if body.stream_options is not None and not body.stream:
+        raise misfit("stream_options", "stream_options is accepted only with stream: true")
 
 
 class GenerationRequest(Strict):
@@ -183,8 +196,7 @@ class GenerationRequest(Strict):
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise misfit("stream_options", "stream_options is accepted only with stream: true")
+        require_stream(self)
         return self
 
     @model_validator(mode="after")

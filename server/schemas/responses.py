@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from server.schemas.common import MAX_LOGPROBS, CacheSalt
+from server.schemas.common import MAX_LOGPROBS, CacheSalt, require_stream
 from server.schemas.messages import MAX_MESSAGES
 from server.schemas.responses_items import FORM, NO_VALUE, Item, UnknownForm, form_of, refused_type
 from server.schemas.speculative import SpeculativeOptions
@@ -54,7 +54,7 @@ class NamedFunction(FunctionName):
 
 
 class AllowedTools(Strict):
-    """The functions that may be called, of those that are given."""
+    """The given functions that may be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -173,8 +173,7 @@ class ResponsesRequest(Strict):
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise misfit("stream_options", "stream_options is accepted only with stream: true")
+        require_stream(self)
         return self
 
     @model_validator(mode="after")

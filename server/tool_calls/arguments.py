@@ -1,6 +1,7 @@
 """Arguments of a call, converted to JSON while they arrive. Knows one call, not the markup around its arguments."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ class JsonArguments:
         return text[at:end], end, num_chars is not None
 
 
-class _FieldsReader:
+class _FieldsReader(ABC):
     """Arguments that are fields with markup of their own.
 
     Each state reads one part. It returns whether the next state can continue, or None where text is missing. Text that is no
@@ -77,8 +78,9 @@ class _FieldsReader:
 
     _next: str  # the pattern of a field's key, or of the end of the fields
 
+    @abstractmethod
     def _begin_value(self, key: str) -> None:
-        raise NotImplementedError
+        """Prepare to read the value of a field."""
 
 
 class XmlArguments(_FieldsReader):

@@ -131,7 +131,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"functions": FUNCTIONS, "tools": TOOLS}, "tools"),
     ({"functions": FUNCTIONS, "tool_choice": "auto"}, "tool_choice"),
     ({"functions": FUNCTIONS, "parallel_tool_calls": True}, "parallel_tool_calls"),
-    ({"functions": FUNCTIONS, "function_call": {"name": "nobody"}}, "function_call.name"),
+    ({"functions": FUNCTIONS, "function_call": {"name": "missing"}}, "function_call.name"),
     ({"functions": FUNCTIONS, "function_call": "required"}, "function_call"),
     ({"function_call": {"name": "f"}}, "function_call.name"),
     ({"tools": TOOLS, "function_call": {"name": "weather"}}, "function_call.name"),

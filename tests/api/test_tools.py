@@ -256,7 +256,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [_function(parameters={"$schema": "http://localhost/x"})]}, "tools.0.function.parameters"),
     ({"tools": [_function(parameters={"description": "x" * 70_000})]}, "tools.0.function.parameters"),
     ({"tools": [_function(name=f"f{at}") for at in range(129)]}, "tools"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice.function.name"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "missing"}}}, "tool_choice.function.name"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),

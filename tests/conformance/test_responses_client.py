@@ -89,7 +89,7 @@ def test_log_probabilities_are_typed(client: openai.OpenAI) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "nobody"}}, "tool_choice.name"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "missing"}}, "tool_choice.name"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no such type"}}}}, "text.format"),
     ({"input": [{"type": "computer_call_output", "call_id": "c", "output": {}}]}, "input.0.type"),
