@@ -98,10 +98,13 @@ def _seconds_with_children() -> float:
 @contextmanager
 def _processes(checkouts: Sequence[Path]) -> Iterator[list["subprocess.Popen[str]"]]:
     """Yield a process for each checkout, whose imports are its own, ready to be asked; end them."""
-    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], _MEASURE]
+    here = Path(__file__).resolve()
     started: list[subprocess.Popen[str]] = []
     try:
         for checkout in checkouts:
+            own = checkout / here.relative_to(_HERE)  # its imports fit the checkout
+            # -P: the folder of this file must not be on the path, which begins with the checkout.
+            command = [sys.executable, "-P", str(own if own.exists() else here), *sys.argv[1:], _MEASURE]
             environment = {**os.environ, "PYTHONPATH": str(checkout)}
             one = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
             started.append(one)
