@@ -34,7 +34,7 @@ from engine.core.types import SamplingParams
 from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.models.head import DraftHead
 from engine.draft.models.head_drafter import HeadDrafter
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, load_model
 from engine.weights import resolve
 

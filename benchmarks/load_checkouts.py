@@ -37,7 +37,7 @@ from benchmarks.markdown import table
 from engine.core.types import Speculation
 from engine.model.causal_lm import CausalModel
 from engine.utils.progress_bar import progress_bar
-from server.assembly import tool_engine
+from server.adaptive_engine import tool_engine
 from server.cli.bench_compare import Run, stepped
 from server.settings import load_settings
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from engine.attention.packing import pack
 from engine.attention.segments import chain_segment
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, load_model
-from engine.model.linears import fastest_linears
+from engine.model.linear_backends import fastest_linears
 from engine.native.linear import QUANTISED
 from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve

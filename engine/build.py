@@ -37,10 +37,10 @@ from engine.draft.text.text_drafter import DrafterWithTextCache, TextDrafter
 from engine.engine import Engine
 from engine.graph_setup import Prepared, record, static_steps
 from engine.kv_cache.canary import SlotCanary
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.memory_plan import memory_need, shortage
 from engine.model.causal_lm import CausalModel, load_model, weights_dtype
-from engine.model.linears import fastest_linears, fastest_precision
+from engine.model.linear_backends import fastest_linears, fastest_precision
 from engine.model.root_features import RootFeatures
 from engine.model.stored_model import load_stored
 from engine.model.target import Target

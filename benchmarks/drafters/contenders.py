@@ -13,7 +13,7 @@ from engine.core.types import Speculation
 from engine.core.verifier_table import verifier_for
 from engine.engine import Engine
 from engine.model.causal_lm import CausalModel
-from server.assembly import tool_engine
+from server.adaptive_engine import tool_engine
 
 # The setting that names what a drafter is made of.
 _SETTING_OF = {"model": "draft_model", "early-exit": "lens", "head": "head"}

@@ -15,7 +15,7 @@ from engine.attention.paged.attention import Attend, PagedContext, kernel
 from engine.attention.paged.reference import attend as reference
 from engine.attention.paged.table import PagedBatch, Shape, TableColumns, table_of
 from engine.attention.tree_attention import GatheredAttention
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.utils.host_transfer import integers_32
 
 MOST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # |out - expected| / |expected|

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from engine.attention.packing import Group, PackedBatch
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 
 NAME = "latebranch"
 

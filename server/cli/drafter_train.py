@@ -106,7 +106,7 @@ def _weights(text: str) -> dict[str, int]:
 
 def _train(parsed: argparse.Namespace) -> int:
     from engine.distill.corpus import Corpus, collect  # here, because torch is slow to import
-    from engine.distill.distil import distil, shape_for
+    from engine.distill.make_head import distil, shape_for
     from engine.distill.prompts import PromptGrammar, draw_in_turn
     from engine.distill.rows import require_plain_output
     from engine.distill.trainer import TrainingPlan
@@ -229,7 +229,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     from engine.distill.corpus import generate_texts
     from engine.distill.evaluation import evaluate
     from engine.draft.models.compatibility import UnreadableDrafter
-    from engine.model.linears import weight_of
+    from engine.model.linear_backends import weight_of
 
     try:
         folder = resolve(parsed.target).folder
@@ -268,7 +268,7 @@ def _load(parsed: argparse.Namespace, folder: Path) -> "CausalModel":
     import torch
 
     from engine.model.causal_lm import load_model
-    from engine.model.linears import fastest_linears
+    from engine.model.linear_backends import fastest_linears
 
     torch.set_num_threads(parsed.threads)
     device = torch.device(parsed.device)

@@ -77,7 +77,7 @@ def test_the_template_starts_unless_it_is_disabled(
     monkeypatch.setattr("server.cli.main.start_template", started.append)
     monkeypatch.chdir(Path(__file__).parents[2])
     assert server.cli.main.main(arguments) == 0
-    assert started == ["server.template"] * num_started
+    assert started == ["server.worker_imports"] * num_started
 
 
 def test_every_setting_is_in_one_group():

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.types import ErrorCode
 from server.http.errors import InvalidRequest, as_invalid_request
-from server.routes.strict import parsed_body
+from server.routes.json_bodies import parsed_body
 from tests.api.harness import MODEL, chat, completion, in_process
 from tests.fake_engine import FakeEngine
 

@@ -20,9 +20,9 @@ from engine.structured_output.json_bounds import MAX_DIGITS
 from engine.testing import tiny_engine, tiny_pair
 from engine.worker.inprocess import InProcessEngine
 from server.schemas.chat import ChatRequest
+from server.tool_calls.request_tools import tool_use
 from server.tool_calls.support import ToolSupport
 from server.tool_calls.syntaxes import SYNTAXES
-from server.tool_calls.use import tool_use
 from tests.api.harness import chat, data_of, in_process
 from tests.api.test_tools import URL, streamed, without_ids
 from tests.tokenizers_for_tests import calling

@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from engine.core.sampling_limits import MAX_GRAMMAR_CHARS
-from server.schemas.strict import MAX_DESCRIPTION_CHARS, MAX_NAME_CHARS
+from server.schemas.strict_model import MAX_DESCRIPTION_CHARS, MAX_NAME_CHARS
 from server.schemas.tools import MAX_SCHEMA_BYTES
 from tests.api.harness import chat, completion, in_process
 from tests.api.test_document import MODELS

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from server.formats.anthropic import MessagesFormat
+from server.answer_formats.anthropic import MessagesFormat
 from server.schemas.chat import ChatRequest
 from tests.api.harness import MODEL, chat, in_process
 from tests.fake_engine import FakeEngine, says

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.types import FinishReason, RequestDefaults
-from server.formats.responses import ResponsesFormat
+from server.answer_formats.responses import ResponsesFormat
 from server.generation.sample import Piece
 from server.schemas.responses import ResponsesRequest
 from server.tool_calls.reader import ReadText

@@ -8,7 +8,7 @@ from typing import Any
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.types import FinishReason, Request, SamplingParams, TokenEvent
 from engine.worker.engine_loop import EngineFactory, SteppedEngine
-from server.assembly import served_engine
+from server.adaptive_engine import served_engine
 from server.settings import Settings
 
 SCHEDULER = SchedulerConfig(max_running=16, max_waiting=1000, max_step_tokens=160, num_slots=1200, max_model_len=256)

@@ -16,7 +16,7 @@ from engine.attention.paged.table import PagedBatch, Shape, TableColumns, table_
 from engine.attention.segments import chain_segment, level_segment, tree_segment
 from engine.attention.tree_attention import GatheredAttention
 from engine.core.tree import TokenTree
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from tests.model.passes import CPU
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention.packing import pack
 from engine.attention.paged.table import MANY_TOKENS, PagedBatch, Shape, TableColumns, table_of
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.utils.host_transfer import integers_32
 
 _LARGEST_HEAD, _LARGEST_SHARED = 256, 2048  # size of a query head, and of all query heads that share a key

@@ -23,8 +23,8 @@ from engine.attention.paged.table import IDS, POSITIONS, PagedBatch
 from engine.attention.tree_attention import AttentionContext, GatheredAttention
 from engine.draft.models.feature_pool import FeaturePool, FedTokens
 from engine.draft.models.head import DraftHead, HeadLayer
-from engine.kv_cache.pool import KVCache
-from engine.model.linears import linear_of, prepare_linears
+from engine.kv_cache.kv_cache import KVCache
+from engine.model.linear_backends import linear_of, prepare_linears
 from engine.utils.host_transfer import integers
 from engine.utils.rotary_table import RotaryTable
 

@@ -15,7 +15,7 @@ from engine.attention.packing import Group, pack
 from engine.attention.segments import chain_segment
 from engine.attention.tree_attention import GatheredAttention, UnsupportedAttention, group_attention, tree_attention
 from engine.core.tree import TokenTree
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.testing import FAMILIES
 from tests.model.passes import CPU, error_of, node_logits, repadded, scene_row
 from tests.model.tiny import model

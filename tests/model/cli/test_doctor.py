@@ -16,7 +16,7 @@ from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.testing import tiny_engine, tiny_model
 from engine.weights import WeightsCache, load_presets
-from engine.weights.stored import num_parameters
+from engine.weights.weight_headers import num_parameters
 from selector.menu import menu_of
 from selector.network.net import NetShape, Objective, SelectorNet
 from server.cli.main import main

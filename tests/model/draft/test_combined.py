@@ -23,9 +23,9 @@ from engine.draft.text.text_drafter import TextDrafter
 from engine.draft.trees import sampling as children
 from engine.draft.trees.calibration import Reliability
 from engine.draft.trees.grow import grow, growers_of
-from engine.draft.trees.grown import Growth
+from engine.draft.trees.grower import Growth
 from engine.engine import Engine
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.native import mixture as native
 from engine.testing import tiny_engine
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts

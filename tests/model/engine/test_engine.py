@@ -20,7 +20,7 @@ from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
 from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.sampling.noise import gumbels
 from engine.scheduler.scheduler import Scheduler
 from engine.testing import FAMILIES, tiny_engine

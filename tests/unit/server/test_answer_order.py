@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from engine.core.types import RequestDefaults
-from server.formats.anthropic import MessagesFormat
-from server.formats.responses import ResponsesFormat
+from server.answer_formats.anthropic import MessagesFormat
+from server.answer_formats.responses import ResponsesFormat
 from server.generation.sample import Piece
 from server.schemas.answer import Usage
 from server.schemas.responses import ResponsesRequest

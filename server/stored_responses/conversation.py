@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from server.http.errors import ApiError, InvalidRequest, UnknownResponse, as_invalid_request
-from server.responses.store import ResponseStore
 from server.schemas.chat import ChatRequest
 from server.schemas.messages import MAX_MESSAGES
 from server.schemas.responses import ResponsesRequest
@@ -27,6 +26,7 @@ from server.schemas.responses_items import (
     ReasoningItem,
     texts_of,
 )
+from server.stored_responses.store import ResponseStore
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _PREVIOUS = "previous_response_id"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.core.types import Grammar, GrammarKind
 from server.http.errors import InvalidRequest
-from server.reasoning.use import NO_REASONING, ReasoningUse
+from server.reasoning.request_reasoning import NO_REASONING, ReasoningUse
 from server.schemas.chat import ChatRequest
 from server.schemas.messages import Message
 from server.schemas.tools import NamedTool, Tool

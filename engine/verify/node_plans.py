@@ -1,4 +1,4 @@
-"""Local plans: how one node shares its mass among its drafted children, an extra token and refusal.
+"""Node plans: how one node shares its mass among its drafted children, an extra token and refusal.
 
 A family is a node, the target distribution after it, its children and the distribution from which they were drawn. Families are
 processed in batches, without trees, depths or random numbers. A plan for a node of prefix mass a is lossless when, averaged over
@@ -92,7 +92,7 @@ class AcceptanceSplit(NamedTuple):
     final_M: Float[Tensor, " M"]
 
 
-class LocalPlan(Protocol):
+class NodePlan(Protocol):
     """A lossless rule for one node."""
 
     reads_draft: bool

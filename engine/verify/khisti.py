@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.verify.local_plans import NodeFamilies
+from engine.verify.node_plans import NodeFamilies
 from engine.verify.one_token import SelectedDraw
 from engine.verify.rebalance import rebalanced
 from engine.verify.selections import inverse_permutation

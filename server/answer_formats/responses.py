@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from engine.core.types import FinishReason, RequestDefaults
-from server.formats.calls import new_call_id
-from server.formats.chat import token_logprob
-from server.formats.common import metrics_of, usage_of
+from server.answer_formats.calls import new_call_id
+from server.answer_formats.chat import token_logprob
+from server.answer_formats.common import metrics_of, usage_of
 from server.generation.generation import Generation
 from server.generation.sample import Piece
-from server.generation.sampling import chosen
+from server.generation.sampling_fields import chosen
 from server.http.errors import ApiError
 from server.schemas.chat import TokenLogprob
 from server.schemas.responses import ResponsesRequest

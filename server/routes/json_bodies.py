@@ -16,7 +16,7 @@ from server.http.unknown_fields import without_unknown
 from server.runtime import Runtime
 from server.schemas.common import MAX_BIASED_TOKENS
 from server.schemas.exact_json import with_written_floats
-from server.schemas.strict import Ignored
+from server.schemas.strict_model import Ignored
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from engine.core.types import FinishReason
-from server.formats.common import InChunk, usage_of
+from server.answer_formats.common import InChunk, usage_of
 from server.generation.generation import Generation
 from server.generation.sample import Piece
 from server.schemas.answer import Usage

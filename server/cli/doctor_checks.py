@@ -18,12 +18,12 @@ from engine.draft.models.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.models.head import head_shape
 from engine.graph_setup import why_not_replayed
 from engine.memory_plan import GB, configuration_of, memory_need, memory_of, shortage
-from engine.model.linears import NATIVE, fastest_linears, multiplies_bfloat16
+from engine.model.linear_backends import NATIVE, fastest_linears, multiplies_bfloat16
 from engine.model.stored_model import forget_stored
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.weights import UnsupportedModel, WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
-from engine.weights.stored import num_parameters
+from engine.weights.weight_headers import num_parameters
 from selector.menu import menu_for_all
 from selector.network.net import SelectorNet
 from selector.network.net_estimator import mismatches

@@ -34,7 +34,7 @@ class IntegrityError(AssertionError):
     """Bookkeeping contradicts itself: a leak, a double free or a shared slot."""
 
 
-class SlotPool:
+class SlotAllocator:
     """A free list over `num_slots` slots. Owns the list; callers own allocated slots until they free them."""
 
     def __init__(self, num_slots: int) -> None:

@@ -13,7 +13,7 @@ from engine.distill.rows import coverage, frequent_tokens
 from engine.distill.trainer import Trainer, TrainingPlan
 from engine.draft.models.head import DraftHead, HeadShape
 from engine.model.causal_lm import CausalModel
-from engine.model.linears import weight_of
+from engine.model.linear_backends import weight_of
 
 _HELD_OUT = 20  # one prompt in this many is held out for measurements
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine.core.types import FinishReason
-from server.formats.calls import call_delta, function_delta, whole_calls
-from server.formats.common import (
+from server.answer_formats.calls import call_delta, function_delta, whole_calls
+from server.answer_formats.common import (
     AnswerOptions,
     InChunk,
     finish_reason,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from server.formats.common import (
+from server.answer_formats.common import (
     AnswerOptions,
     InChunk,
     finish_reason,

@@ -1,4 +1,4 @@
-"""The two-phase engine that runs every rule of the form local plan x direction.
+"""The two-phase engine that runs every rule of the form node plan x direction.
 
 Phase 1 computes all masses, one level of all trees at a time: loops run over depth and sibling rank only. Phase 2 draws the
 node at which each accepted path ends, then the extra token. Source: the theorem of docs/verification.md.
@@ -21,10 +21,10 @@ from engine.core.rng_keys import StepKey, Stream, stream_key, uniform
 from engine.core.tree import TokenTree
 from engine.utils.host_transfer import floats, to_host
 from engine.verify.directions import AcceptanceProbs, Direction
-from engine.verify.faults import check_probs, check_trees, distribution_sums
 from engine.verify.forest import Forest
+from engine.verify.input_checks import check_probs, check_trees, distribution_sums
 from engine.verify.layout import Layout, TreeLevel, build_layout, chunks, rows_at_once
-from engine.verify.local_plans import LocalPlan, NodeFamilies
+from engine.verify.node_plans import NodeFamilies, NodePlan
 from engine.verify.verdict import Verdict
 
 
@@ -54,12 +54,12 @@ class PlannedForest:
 
     forest: Forest
     target_probs_NV: Float[Tensor, "N V"]
-    plan: LocalPlan
+    plan: NodePlan
     tries: Sequence[Sequence[Sequence[int]]]
     layout: Layout
 
     @classmethod
-    def of(cls, forest: Forest, target_probs_NV: Float[Tensor, "N V"], plan: LocalPlan) -> "PlannedForest":
+    def of(cls, forest: Forest, target_probs_NV: Float[Tensor, "N V"], plan: NodePlan) -> "PlannedForest":
         """Build the layout of the forest in the order of the plan's tries."""
         if target_probs_NV.shape[0] != forest.num_nodes:
             raise ValueError(f"{target_probs_NV.shape[0]} target distributions for {forest.num_nodes} nodes")
@@ -126,7 +126,7 @@ class TwoPhase:
     """The verifier made of a plan and a direction."""
 
     name: str
-    plan: LocalPlan
+    plan: NodePlan
     direction: Direction
 
     def judge(self, forest: Forest, target_probs_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:

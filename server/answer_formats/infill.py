@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.core.types import FinishReason
-from server.formats.common import InChunk
+from server.answer_formats.common import InChunk
 from server.generation.generation import Generation
 from server.generation.line_limits import LineLimits
 from server.generation.sample import Piece
