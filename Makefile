@@ -20,7 +20,7 @@ TOOLS := .venv-conformance
 CLIENTS := .venv-clients
 CLIENT_PINS := tests/conformance/clients
 # Compiled at installation, where there is a compiler.
-NATIVE := $(wildcard engine/native/*.cpp engine/native/*.h)
+NATIVE := $(wildcard engine/native/cpp/*.cpp engine/native/cpp/*.h)
 # After a bin/: where the environment's packages lie.
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
