@@ -31,9 +31,9 @@ from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.models.vocab_padding import RepaddedModel
 from engine.draft.text.long_chains import CHAIN_LENGTHS, LongChainPolicy
 from engine.draft.text.recent_texts import RecentLimits
-from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
 from engine.draft.text.text_drafter import DrafterWithTextCache, TextDrafter
+from engine.draft.text_and_model import CombinedDrafter
 from engine.engine import Engine
 from engine.graph_setup import Prepared, record, static_steps
 from engine.kv_cache.canary import SlotCanary

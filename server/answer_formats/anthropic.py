@@ -14,7 +14,7 @@ from server.generation.generation import Generation
 from server.generation.sample import Piece
 from server.schemas.answer import Usage
 from server.schemas.anthropic import AnswerBlock, MessagesAnswer, MessagesEvent, MessagesUsage, StopReason
-from server.tool_calls.reader import in_order
+from server.text.parsed_text import in_order
 
 _SIGNATURE = "unsigned"  # clients give thinking back only with a signature; this server verifies none
 _INVALID = "INVALID_JSON"  # Anthropic's name for arguments that are no JSON object

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Sequence
 
 from server.schemas.tools import AnswerCall, AnswerFunction, CallDelta, FunctionDelta
-from server.tool_calls.reader import CallPiece
+from server.text.parsed_text import CallPiece
 
 
 def call_delta(piece: CallPiece) -> CallDelta:

@@ -13,7 +13,7 @@ from server.generation.generation import Generation
 from server.generation.sample import AcceptanceCounts, Piece
 from server.schemas.answer import CompletionTokensDetails, Metrics, PromptLogprob, PromptTokensDetails, SpeculativeDecoding, Usage
 from server.schemas.common import GenerationRequest, StreamUsage
-from server.tool_calls.reader import merged
+from server.text.parsed_text import merged
 
 InChunk = Mapping[str, Any]  # the field `usage` of a chunk that has choices; empty if it has none
 

@@ -27,7 +27,7 @@ from server.schemas.responses_answer import (
     ResponsesUsage,
 )
 from server.schemas.responses_items import Status
-from server.tool_calls.reader import CallPiece, in_order
+from server.text.parsed_text import CallPiece, in_order
 
 
 class ResponsesFormat:

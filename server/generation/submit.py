@@ -31,7 +31,7 @@ from server.schemas.common import GenerationRequest
 from server.schemas.completion import CompletionRequest
 from server.schemas.infill import FillRequest, InfillRequest
 from server.schemas.speculative import SpeculativeOptions
-from server.tool_calls.reader import CallReader
+from server.text.parsed_text import CallReader
 from server.tool_calls.request_tools import NO_TOOLS, ToolUse, tool_use
 
 _MAX_PROMPT_SCORES = 1 << 15  # log-probabilities of prompt tokens in one answer: writing them blocks the event loop

@@ -9,7 +9,7 @@ from server.http.errors import InvalidRequest
 from server.reasoning.reader import Markers, ReasoningReader
 from server.reasoning.support import ReasoningSupport
 from server.schemas.chat import ChatRequest
-from server.tool_calls.reader import CallReader
+from server.text.parsed_text import CallReader
 
 NUM_END_IDS = 24  # last tokens of a prompt: enough for a marker that is spelled out, and space behind it
 

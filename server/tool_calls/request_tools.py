@@ -10,11 +10,11 @@ from server.reasoning.request_reasoning import NO_REASONING, ReasoningUse
 from server.schemas.chat import ChatRequest
 from server.schemas.messages import Message
 from server.schemas.tools import NamedTool, Tool
+from server.text.parsed_text import CallReader, PlainReader
 from server.tool_calls.answers import answer_or_calls
 from server.tool_calls.arguments import Schema
 from server.tool_calls.grammars import Schemas, forced_calls, free_text_with_calls
 from server.tool_calls.markup_reader import Form, MarkupReader
-from server.tool_calls.reader import CallReader, PlainReader
 from server.tool_calls.support import ToolSupport
 from server.tool_calls.syntaxes import CallSyntax
 

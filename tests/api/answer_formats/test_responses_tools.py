@@ -14,7 +14,7 @@ from engine.core.types import FinishReason, RequestDefaults
 from server.answer_formats.responses import ResponsesFormat
 from server.generation.sample import Piece
 from server.schemas.responses import ResponsesRequest
-from server.tool_calls.reader import ReadText
+from server.text.parsed_text import ReadText
 from tests.api.harness import MODEL, chat, in_process
 from tests.api.responses_events import events_of, folded, without_ids
 from tests.api.tool_calls.test_forced_tools import SCHEMA, _served

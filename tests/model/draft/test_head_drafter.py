@@ -25,8 +25,8 @@ from engine.draft.models.head import DraftHead
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.models.native_head import NativeHead
 from engine.draft.models.torch_head import TorchHead
-from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
+from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees.grow import grow, growers_of
 from engine.engine import Engine
 from engine.kv_cache.kv_cache import KVCache

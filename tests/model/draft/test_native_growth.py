@@ -13,8 +13,8 @@ from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthCosts
 from engine.core.types import DraftSource, FinishReason, Request, SamplingParams, Speculation
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.head_drafter import HeadDrafter
-from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
+from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees import grow as growth
 from engine.draft.trees import native_growth
 from engine.draft.trees.grower import Growth, NodeValues

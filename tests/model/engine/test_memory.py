@@ -16,7 +16,7 @@ from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.tree import Expansion
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.models.native_head import NativeHead
-from engine.draft.text.text_and_model import CombinedDrafter
+from engine.draft.text_and_model import CombinedDrafter
 from engine.memory_plan import Memory, memory_need, shortage
 from engine.native import library
 from engine.native.linear import QUANTISED
