@@ -22,6 +22,7 @@ from engine.model.linear_backends import NATIVE, fastest_linears, multiplies_bfl
 from engine.model.stored_model import forget_stored
 from engine.native import library
 from engine.native.linear import QUANTISED
+from engine.utils.one_line import one_line
 from engine.weights import UnsupportedModel, WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
 from engine.weights.weight_headers import num_parameters
 from selector.menu import menu_for_all
@@ -82,6 +83,8 @@ def check_models(config: EngineConfig) -> Iterator[Finding]:
             yield Finding("check", Level.OK, f"{reference} in {dtype}: a tree-masked pass gives the logits of transformers' pass")
         except (WeightsError, UnsupportedModel) as error:
             yield Finding("check", Level.REFUSED, str(error), isinstance(error, UnsupportedModel))
+        except OSError as error:
+            yield Finding("check", Level.REFUSED, f"{reference}: its stored check cannot be deleted: {one_line(error)}")
 
 
 def _is_missing(reference: str) -> bool:
