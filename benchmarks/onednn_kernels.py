@@ -71,7 +71,7 @@ def _cells(lines: Iterable[str]) -> list[str]:
 
 
 def _work(config: Path, num_rounds: int) -> None:
-    """Run every load in every round; say after each how many steps it took."""
+    """Run every load in every round; report after each how many steps it took."""
     from server.adaptive_engine import tool_engine  # here, because it brings torch
     from server.cli.bench_compare import run_case
 

@@ -15,7 +15,7 @@ from server.text.chat_ids import chat_ids
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="compare trees and verifiers at equal node budgets")
     commands = parser.add_subparsers(dest="command", required=True)
     collect = commands.add_parser("collect", help="measure, one JSON line each, appended to a file")
