@@ -4,8 +4,8 @@
 
 Passes are timed where the library is called (the target's, and a draft head's with what grows its trees there), so that laying
 out what a pass reads, calling it and taking up what it leaves are the host's. The library's loops over the vocabulary in
-judging are separate. Engines step in turns over the same requests, the one with the fewest tokens next. Medians are over the steps
-that have all of the load, feed no prompt, and are of the engine's most frequent kind: plain, or drafting.
+judging are separate. Engines step in turns over the same requests, the one with the fewest tokens next. Medians are over the
+steps that have all of the load, feed no prompt, and are of the engine's most frequent kind: plain, or drafting.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python -m benchmarks.precision --models smollm2-135m qwen2.5-coder-1.5b
 
 prints two tables and, last, one line of JSON. The first: mean KL divergence from float32's distribution (nats), mean total
-variation, how often the arg max agrees, and of how many rows the logits change with the passes they are computed in (one token at a time, or
-all at once; none where our library runs the model). The second: how many times faster than bfloat16 a pass over so many tokens
-is, precisions in turn: the median over the repeats of the ratio within one, and its quartiles.
+variation, how often the arg max agrees, and of how many rows the logits change with the passes they are computed in (one token
+at a time, or all at once; none where our library runs the model). The second: how many times faster than bfloat16 a pass over
+so many tokens is, precisions in turn: the median over the repeats of the ratio within one, and its quartiles.
 """
 
 import argparse
