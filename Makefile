@@ -12,7 +12,7 @@ VENV ?= .venv
 MODEL ?= smollm2-135m
 ARGS ?=
 BIN := $(VENV)/bin
-# A MODEL that was asked for is served too (the first of several), unless a configuration file says which.
+# The MODEL of the command line is served (the first of several), unless a configuration file names one.
 SERVE_MODEL := $(if $(filter file default undefined,$(origin MODEL)),,$(if $(findstring --config,$(ARGS)),,--model $(firstword $(MODEL))))
 INSTALLED := $(VENV)/.installed
 SERVING := $(VENV)/.serving
@@ -21,7 +21,7 @@ CLIENTS := .venv-clients
 CLIENT_PINS := tests/conformance/clients
 # Compiled at installation, where there is a compiler.
 NATIVE := $(wildcard engine/native/cpp/*.cpp engine/native/cpp/*.h)
-# After a bin/: where the environment's packages lie.
+# After a bin/: where the environment's packages are.
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 ifdef PIP_EXTRA_INDEX_URL
