@@ -12,7 +12,7 @@ VENV ?= .venv
 MODEL ?= smollm2-135m
 ARGS ?=
 BIN := $(VENV)/bin
-# A MODEL that was asked for is served too (the first of several), unless a configuration file says which.
+# The MODEL of the command line is served (the first of several), unless a configuration file names one.
 SERVE_MODEL := $(if $(filter file default undefined,$(origin MODEL)),,$(if $(findstring --config,$(ARGS)),,--model $(firstword $(MODEL))))
 INSTALLED := $(VENV)/.installed
 SERVING := $(VENV)/.serving
@@ -20,21 +20,21 @@ TOOLS := .venv-conformance
 CLIENTS := .venv-clients
 CLIENT_PINS := tests/conformance/clients
 # Compiled at installation, where there is a compiler.
-NATIVE := $(wildcard engine/native/*.cpp engine/native/*.h)
-# After a bin/: where the environment's packages lie.
+NATIVE := $(wildcard engine/native/cpp/*.cpp engine/native/cpp/*.h)
+# After a bin/: where the environment's packages are.
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 ifdef PIP_EXTRA_INDEX_URL
 export PIP_EXTRA_INDEX_URL
 endif
 
-# pip tells what it fetches: with --quiet it would be silent for a minute.
+# Every silence of five seconds is explained (.ci/shown): compiling the native library alone takes a minute.
 define INSTALL
-	@echo "installing $(2) in $(VENV): a minute or two"
+	@echo "installing $(2) in $(VENV): a few minutes where all is downloaded"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) | .ci/shown "making $(VENV)"
 	$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --no-compile -c constraints.txt -e '$(1)' \
-	  | grep --line-buffered -v '^Requirement already'
-	@echo "compiling them"
-	$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/tests/' "$$($(BIN)/$(PURELIB))" || true
+	  | .ci/shown "installing, or compiling the native library"
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/tests/' "$$($(BIN)/$(PURELIB))" | .ci/shown "compiling Python files" || true
 endef
 
 .PHONY: help install weights serve test test-fast conformance lint format bench clean
@@ -46,13 +46,11 @@ install: $(INSTALLED) ## make the environment in .venv, with the versions of con
 
 # pip would compile 16,000 files one after another; a few are of other Pythons, and compile in none.
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(call INSTALL,.[dev],the packages of development)
 	touch $@ $(SERVING)
 
 # What serving needs. Where all is installed, nothing is.
 $(SERVING): pyproject.toml constraints.txt $(NATIVE)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(call INSTALL,.,the packages of the server)
 	touch $@
 

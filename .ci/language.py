@@ -1,4 +1,6 @@
-"""The language of this repository: banned words, unique class names, short sentences, small folders. Prints each fault.
+"""The language of this repository: banned words, unique class names, short sentences, small folders and functions of C++.
+
+Prints each fault.
 
 python .ci/language.py
 """
@@ -6,6 +8,7 @@ python .ci/language.py
 import ast
 import io
 import re
+import subprocess
 import sys
 import tokenize
 from collections import Counter, defaultdict
@@ -55,13 +58,23 @@ FORMS = {
 WORDS = {word: re.compile(rf"(?<![A-Za-z])(?:{FORMS.get(word, word)})(?![A-Za-z])", re.IGNORECASE) for word in BANNED}
 # Names that users have: metrics, settings and fields of files.
 KEPT = re.compile(
-    r"latebranch_\w+|foretold_seconds|last_step_told|num_laws|'prices'|\"prices\"|stand[-_ ]in|stand-alone|standalone",
+    r"latebranch_\w+|foretold_seconds|last_step_told|num_laws|\"laws\"|'prices'|\"prices\"|stand[-_ ]in|stand-alone|standalone",
     re.IGNORECASE,
 )
 SHORT_SENTENCES = ("README.md", "docs/quickstart.md", "docs/architecture.md", "docs/selector.md")
 MOST_WORDS = 35  # of a sentence in those
 MOST_DOC_WORDS = 45_000
 MOST_FILES = 25  # of sources in a folder
+MOST_LINES = 60  # of a function in C++
+SOURCE = re.compile(r"\.(py|cpp|h|js|mjs|html|css|sh|yml)$|^Makefile$")
+# Files in plain words that the tokenizer of Python does not read.
+OTHERS = re.compile(r"^(engine/.*\.(cpp|h)|server/.*\.(js|html|css)|deploy/.*|docs/drawings/.*\.mjs|Makefile|[\w-]*\.yml)$")
+
+
+def tracked() -> list[Path]:
+    """Return the source files of every kind that git tracks."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [ROOT / name for name in names if SOURCE.search(name) and (ROOT / name).is_file()]
 
 
 def python_files() -> list[Path]:
@@ -91,9 +104,14 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def word_faults() -> Iterator[str]:
-    """Yield banned words in sources and documents."""
-    for path in python_files():
+    """Yield banned words in sources, benchmarks, pages, deployment and documents."""
+    benchmarks = (path for path in sorted((ROOT / "benchmarks").rglob("*.py")) if "peers" not in path.parts)
+    for path in (*python_files(), *benchmarks):
         for number, line in prose_of(path):
+            for fault in banned_in(line):
+                yield f"{path.relative_to(ROOT)}:{number}: {fault}"
+    for path in (path for path in tracked() if OTHERS.search(str(path.relative_to(ROOT)))):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
             for fault in banned_in(line):
                 yield f"{path.relative_to(ROOT)}:{number}: {fault}"
     for path in documents():
@@ -131,16 +149,32 @@ def sentence_faults() -> Iterator[str]:
 
 def size_faults() -> Iterator[str]:
     """Yield folders with too many files, and documents that are too long together."""
-    counts = Counter(path.parent.relative_to(ROOT) for path in python_files())
+    counts = Counter(path.parent.relative_to(ROOT) for path in tracked())
     yield from (f"{folder} has {count} source files" for folder, count in counts.items() if count > MOST_FILES)
     words = sum(len(path.read_text().split()) for path in documents())
     if words > MOST_DOC_WORDS:
         yield f"README and docs have {words} words"
 
 
+def function_faults() -> Iterator[str]:
+    """Yield long functions of C++: blocks that no class, namespace or `extern` opens."""
+    for path in (path for path in tracked() if path.suffix in {".cpp", ".h"}):
+        opened: list[tuple[int, str]] = []
+        statement = ""
+        for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
+            for char in re.sub(r"//.*|\"(\\.|[^\"])*\"|'(\\.|[^'])'", "", line):
+                if char == "{":
+                    opened.append((number, statement))
+                elif char == "}" and opened:
+                    first, head = opened.pop()
+                    if number - first >= MOST_LINES and not re.search(r"\b(class|struct|namespace|extern|enum)\b", head):
+                        yield f"{path.relative_to(ROOT)}:{first}: a function of {number - first + 1} lines"
+                statement = "" if char in "{};" else statement + char
+
+
 def main() -> int:
     """Print every fault; return 1 if there is one."""
-    faults = [*dict.fromkeys([*word_faults(), *class_faults(), *sentence_faults(), *size_faults()])]
+    faults = [*dict.fromkeys([*word_faults(), *class_faults(), *sentence_faults(), *size_faults(), *function_faults()])]
     sys.stdout.writelines(f"{fault}\n" for fault in faults)
     return bool(faults)
 

@@ -1,8 +1,8 @@
-"""What noise-aware trees learn while texts are drafted: what law and noise weigh, and how far the chances of nodes come true.
+"""What noise-aware trees learn: the weights of distribution and noise, and how accurate the chances of nodes are.
 
 python -m benchmarks.chances --config configs/default.yaml --head HEAD
 
-A share is what came over what the weights foretold, given that the parent came: 1 is a chance that says what it is. Of
+A share is what was accepted over what the weights predicted, given that the parent was: 1 is an exact prediction. Of
 tokens of the model, and of such as are rather cached text's. The last thousand nodes of each cell or so count.
 """
 

@@ -1,12 +1,12 @@
-"""Seconds of passes in other checkouts of this repository beside this one's: what a change of the library is worth.
+"""Seconds of passes in other checkouts of this repository beside this one's: the effect of a change of the library.
 
     git worktree add ../before COMMIT && make -C ../before install
     python -m benchmarks.checkouts ../before --model smollm2-135m --precision compact --widths 1 4 8 16 --contexts 256 1500
 
-In each round every checkout has a process of its own, this one last: where a process's memory lies is luck, and moves its
+In each round every checkout has a process of its own, this one last: where a process's memory is stored is luck, and moves its
 passes by some hundredths. The processes take turns pass by pass, so that what else happens on the machine meets them alike. A
 pass feeds so many tokens after a context and returns all their logits; with `--head FILE` it is one of that draft head in int8,
-which is asked about the last of them, and packing its tokens counts. Prints how many times as fast this checkout is as each of
+which computes the last of them, and packing its tokens counts. Prints how many times as fast this checkout is as each of
 the others: in a round the median over its turns, then the median over rounds with the lowest and the highest; the last line is
 JSON.
 """
@@ -34,14 +34,14 @@ from engine.core.types import SamplingParams
 from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.models.head import DraftHead
 from engine.draft.models.head_drafter import HeadDrafter
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, load_model
 from engine.weights import resolve
 
 _CPU = torch.device("cpu")
 _HERE = Path(__file__).resolve().parents[1]
 _TURNS = 9  # of each width in a round, each the best of two passes
-_MEASURE = "--measure"  # how a checkout's process is told from the one that starts it
+_MEASURE = "--measure"  # marks a checkout's process, unlike the one that starts it
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def _round(checkouts: Sequence[Path], places: Sequence[tuple[int, int]]) -> tupl
     with _processes(checkouts) as processes:
         for _ in range(_TURNS):
             for place in places:
-                *others, own = [_asked(process, place) for process in processes]
+                *others, own = [_timed(process, place) for process in processes]
                 turns[place].append([one / own for one in others])
     found = {place: [statistics.median(over) for over in zip(*of_turns, strict=True)] for place, of_turns in turns.items()}
     return foreign.cpus() or 0.0, found
@@ -97,7 +97,7 @@ def _seconds_with_children() -> float:
 
 @contextmanager
 def _processes(checkouts: Sequence[Path]) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Yield a process for each checkout, whose imports are its own, ready to be asked; end them."""
+    """Yield a process for each checkout, whose imports are its own, ready to measure; end them."""
     here = Path(__file__).resolve()
     started: list[subprocess.Popen[str]] = []
     try:
@@ -118,7 +118,7 @@ def _processes(checkouts: Sequence[Path]) -> Iterator[list["subprocess.Popen[str
             one.wait()
 
 
-def _asked(process: "subprocess.Popen[str]", place: tuple[int, int]) -> float:
+def _timed(process: "subprocess.Popen[str]", place: tuple[int, int]) -> float:
     """Return the seconds of a process's pass after so much context of so many tokens."""
     assert process.stdin is not None
     assert process.stdout is not None

@@ -3,7 +3,7 @@
     python -m benchmarks.delivery --config configs/default.yaml --concurrency 1 16
 
 Starts the server, has a client process stream answers of equal length, and sets the time from the first request sent to the last
-token received beside what the server's own metrics say that steps took. What is left is reading requests, moving tokens between
+token received beside what the server's own metrics report for steps. What is left is reading requests, moving tokens between
 processes, detokenising and SSE, by processes that share the machine's processors with the engine.
 """
 
@@ -31,7 +31,7 @@ class Steps:
 
 
 def steps_of(url: str) -> Steps:
-    """Return what a server's metrics say."""
+    """Return a server's metrics."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         text = response.read().decode()
     count = re.findall(r"^latebranch_steps_total(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)

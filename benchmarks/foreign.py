@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-MAX_FOREIGN_CPUS = 0.2  # above which a measurement says little
+MAX_FOREIGN_CPUS = 0.2  # above which a measurement is unreliable
 _STAT = Path("/proc/stat")
 _IDLE, _IOWAIT, _GUEST = 3, 4, 8  # places in the line; what guests use is counted in user time already
 
@@ -13,7 +13,7 @@ _IDLE, _IOWAIT, _GUEST = 3, 4, 8  # places in the line; what guests use is count
 class ForeignCpu:
     """Begins with the object; `cpus` reads the mean number of processors that others kept busy since.
 
-    `own_s` tells processor seconds that are not others': of this process, unless something else is measured.
+    `own_s` returns processor seconds that are not others': of this process, unless something else is measured.
     """
 
     def __init__(self, own_s: Callable[[], float] | None = None) -> None:
@@ -21,11 +21,11 @@ class ForeignCpu:
         self._begin = self._reading()
 
     def cpus(self) -> float | None:
-        """Return processors of others, the system's own work and stolen time included; None where the system does not tell."""
+        """Return processors of others, the system's own work and stolen time included; None where it is unknown."""
         if self._begin is None:
             return None
         now = self._reading()
-        assert now is not None  # it told before
+        assert now is not None  # it was reported before
         wall_s, busy_s, own_s = (end - begin for end, begin in zip(now, self._begin, strict=True))
         return max(0.0, busy_s - own_s) / wall_s if wall_s > 0 else 0.0
 

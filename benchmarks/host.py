@@ -3,9 +3,9 @@
     python -m benchmarks.host --config configs/default.yaml --head HEAD --batches 1 16
 
 Passes are timed where the library is called (the target's, and a draft head's with what grows its trees there), so that laying
-out what a pass reads, calling it and taking up what it leaves are the host's. Of judging the library's loops over the vocabulary
-are told apart. Engines step in turns over the same requests, whoever has said least next; medians over the steps that have all of
-the load and feed no prompt, of those that most steps of the engine are like: plain, or drafting.
+out what a pass reads, calling it and taking up what it leaves are the host's. The library's loops over the vocabulary in
+judging are separate. Engines step in turns over the same requests, the one with the fewest tokens next. Medians are over the
+steps that have all of the load, feed no prompt, and are of the engine's most frequent kind: plain, or drafting.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _PASSES = {"target's pass": ("latebranch_decode",), "draft passes": ("latebranch
 _LOOPS = "judging's loops"
 _OF_JUDGING = ("latebranch_likeliest", "latebranch_walk", "latebranch_probs", "latebranch_choose")
 _STAGES = ("follow", "choose", "plan", "draft", "verify", "judge", "trace", "commit", "learn", "report")
-_WITHIN = {"verify": "target's pass", "draft": "draft passes", "judge": _LOOPS}  # what of a stage is told by itself
+_WITHIN = {"verify": "target's pass", "draft": "draft passes", "judge": _LOOPS}  # parts of a stage that are reported separately
 _HEADS = (*_PASSES, _LOOPS, *_STAGES)
 
 
@@ -78,7 +78,7 @@ class Step:
 
 
 class Profiled:
-    """An engine whose steps are noted by part. Stands in for it where it is stepped."""
+    """An engine whose steps are noted by part. Replaces it where it is stepped."""
 
     def __init__(self, engine: Engine, timed: TimedLibrary) -> None:
         self._engine, self._timed = engine, timed

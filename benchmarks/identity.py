@@ -22,12 +22,12 @@ from engine.core.tree import TokenTree, parse_expansion
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.distill.prompts import PromptGrammar
 from engine.engine import Engine
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve
 from engine.weights.pretrained import load_tokenizer
-from server.assembly import tool_engine
+from server.adaptive_engine import tool_engine
 from server.cli.bench_compare import run_case
 from server.settings import load_settings
 from server.text.chat_ids import chat_ids

@@ -72,7 +72,7 @@ class GrownWhole:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A contender: its name, its engine, and what its requests ask for."""
+    """A contender: its name, its engine, and the options of its requests."""
 
     name: str
     engine: Engine
@@ -111,8 +111,8 @@ class Measured:
     def of(cls, name: str, round_number: int, batch: int, contender: str, run: Run, foreign_cpus: float | None) -> "Measured":
         """Return a run's figures at its load: of steps that feed no prompt and have all sequences.
 
-        Raises ValueError where no step has. Texts that are equally long end together where nobody drafts, and one after the other
-        where somebody does.
+        Raises ValueError where no step has. Texts that are equally long end together without drafts, and one after the other
+        with drafts.
         """
         steps = [step for step in run.steps if is_full(step, batch)]
         if not steps:
@@ -236,7 +236,7 @@ def _cells(name: str, of_load: Sequence[Mapping[str, Measured]]) -> list[str]:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description="plain, one tree and the policy, by load")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure, one JSON line for each contender, load and round, appended to a file")

@@ -37,7 +37,7 @@ from benchmarks.markdown import table
 from engine.core.types import Speculation
 from engine.model.causal_lm import CausalModel
 from engine.utils.progress_bar import progress_bar
-from server.assembly import tool_engine
+from server.adaptive_engine import tool_engine
 from server.cli.bench_compare import Run, stepped
 from server.settings import load_settings
 
@@ -66,7 +66,7 @@ Cell = Sequence[Mapping[str, Figures]]  # by checkout, then by contender
 
 
 class CheckoutProcess:
-    """A process that runs a checkout's own copy of this file, else this file, and computes only when asked."""
+    """A process that runs a checkout's own copy of this file, else this file, and computes only on request."""
 
     def __init__(self, checkout: Path, options: str) -> None:
         self.checkout = checkout
@@ -87,7 +87,7 @@ class CheckoutProcess:
             raise SystemExit(f"the process of {self.checkout} has failed")
         return json.loads(line)
 
-    def ask(self, *words: str | int) -> Any:
+    def request(self, *words: str | int) -> Any:
         """Send a command and return its answer."""
         assert self._process.stdin is not None
         print(json.dumps(words), file=self._process.stdin, flush=True)
@@ -152,7 +152,7 @@ def _measured(processes: Sequence[CheckoutProcess], args: argparse.Namespace) ->
     cells: dict[int, list[Cell]] = {batch: [] for batch in args.batches}
     num_noisy = 0
     for place, (number, batch) in enumerate(progress_bar(loads, what="measuring", total=len(loads), unit="load")):
-        foreign = ForeignCpu(lambda: time.process_time() + sum(float(process.ask("cpu_s")) for process in processes))
+        foreign = ForeignCpu(lambda: time.process_time() + sum(float(process.request("cpu_s")) for process in processes))
         cell = _by_turns(processes, number, batch, random.Random(place))
         if place:
             cells[batch].append(cell)
@@ -163,16 +163,16 @@ def _measured(processes: Sequence[CheckoutProcess], args: argparse.Namespace) ->
 def _by_turns(processes: Sequence[CheckoutProcess], number: int, batch: int, order: random.Random) -> Cell:
     """Serve a round's requests with every contender of every checkout; return the figures."""
     for process in processes:
-        process.ask("begin", number, batch)
+        process.request("begin", number, batch)
     contenders = [(process, name) for process in processes for name in (_POLICY, _PLAIN)]
     num_tokens = dict.fromkeys(order.sample(contenders, len(contenders)), 0)
     while num_tokens:
         process, name = contender = min(num_tokens, key=lambda one: num_tokens[one])
-        num_new, is_done = process.ask("step", name)
+        num_new, is_done = process.request("step", name)
         num_tokens[contender] += num_new
         if is_done:
             del num_tokens[contender]
-    return [{name: Figures(**found) for name, found in process.ask("figures").items()} for process in processes]
+    return [{name: Figures(**found) for name, found in process.request("figures").items()} for process in processes]
 
 
 def _compared(here: Mapping[str, Figures], before: Mapping[str, Figures]) -> dict[str, float]:

@@ -71,8 +71,8 @@ def _cells(lines: Iterable[str]) -> list[str]:
 
 
 def _work(config: Path, num_rounds: int) -> None:
-    """Run every load in every round; say after each how many steps it took."""
-    from server.assembly import tool_engine  # here, because it brings torch
+    """Run every load in every round; report after each how many steps it took."""
+    from server.adaptive_engine import tool_engine  # here, because it brings torch
     from server.cli.bench_compare import run_case
 
     with patch("engine.native.library.is_available", return_value=False):

@@ -19,7 +19,7 @@ import torch
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
 from benchmarks.markdown import table
 from benchmarks.precision import timed_pass
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, load_model
 from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve

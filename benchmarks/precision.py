@@ -1,11 +1,11 @@
-"""What a precision changes: laws in each against float32's, over texts that the model wrote in float32 itself.
+"""What a precision changes: distributions in each against float32's, over texts that the model wrote in float32 itself.
 
     python -m benchmarks.precision --models smollm2-135m qwen2.5-coder-1.5b
 
-prints two tables and, last, one line of JSON. The first: mean KL divergence from float32's law (nats), mean total variation, how
-often the arg max agrees, and of how many rows the logits change with the passes they are computed in (one token at a time, or
-all at once; none where our library runs the model). The second: how many times faster than bfloat16 a pass over so many tokens
-is, precisions in turn: the median over the repeats of the ratio within one, and its quartiles.
+prints two tables and, last, one line of JSON. The first: mean KL divergence from float32's distribution (nats), mean total
+variation, how often the arg max agrees, and of how many rows the logits change with the passes they are computed in (one token
+at a time, or all at once; none where our library runs the model). The second: how many times faster than bfloat16 a pass over
+so many tokens is, precisions in turn: the median over the repeats of the ratio within one, and its quartiles.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from engine.attention.packing import pack
 from engine.attention.segments import chain_segment
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, load_model
-from engine.model.linears import fastest_linears
+from engine.model.linear_backends import fastest_linears
 from engine.native.linear import QUANTISED
 from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve

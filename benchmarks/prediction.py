@@ -1,7 +1,7 @@
 """What a prediction saves: steps a token of one request that is to repeat a text with an edit, and of one that wrote it before.
 
 Counts steps, not seconds, so that a busy machine does not matter; drawn texts have seeds, so that every way of drafting writes
-the same. Drafts from cached text alone; `runs` lets long chains replace the fixed tree where the text is surely foretold. Run as
+the same. Drafts from cached text alone; `runs` lets long chains replace the fixed tree where the text is surely predicted. Run as
 `python -m benchmarks.prediction`; docs/decisions/0007 has the table.
 """
 
@@ -109,11 +109,11 @@ def cases(model: CausalModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[Ca
     code = tuple(tokenizer.encode(f"```python\n{_CODE}", add_special_tokens=False))
     for name, request, prediction in (("edit", edit, code), ("again", free, noised)):
         for temperature in (0.0, 0.7):
-            asked = replace(request, sampling=replace(greedy, temperature=temperature))
-            predicted = replace(asked, prediction_ids=prediction)
+            sampled = replace(request, sampling=replace(greedy, temperature=temperature))
+            predicted = replace(sampled, prediction_ids=prediction)
             for has_runs in (False, True):
                 runs = " and runs" if has_runs else ""
-                yield Case(f"{name}, T {temperature}, own text{runs}", asked, True, has_runs)
+                yield Case(f"{name}, T {temperature}, own text{runs}", sampled, True, has_runs)
                 yield Case(f"{name}, T {temperature}, own text and prediction{runs}", predicted, True, has_runs)
                 yield Case(f"{name}, T {temperature}, prediction alone{runs}", predicted, False, has_runs)
 

@@ -16,7 +16,7 @@ from engine.core.types import Request, SamplingParams
 from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
 from engine.model.causal_lm import load_model
-from engine.model.linears import fastest_linears
+from engine.model.linear_backends import fastest_linears
 from engine.testing import tiny_engine
 from engine.weights import resolve
 

@@ -137,7 +137,7 @@ def measured(subject: Subject) -> Start:
             found.seconds[moment] = time.monotonic() - begin_s
         found.cpu_s = ProcessGroup(process.pid).cpu_s()
         for index in range(_NUM_REQUESTS):
-            _ask(port, f"{index}. The capital of France is")
+            _complete(port, f"{index}. The capital of France is")
         found.bytes = dict(_memory(process.pid))
     finally:
         begin_s = time.monotonic()
@@ -176,7 +176,7 @@ def _is_up(url: str) -> bool:
         return False
 
 
-def _ask(port: int, prompt: str) -> None:
+def _complete(port: int, prompt: str) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as answer:
         name = json.load(answer)["data"][0]["id"]
     body = json.dumps({"model": name, "prompt": prompt, "max_tokens": _NUM_TOKENS, "temperature": 0}).encode()

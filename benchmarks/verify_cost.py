@@ -1,7 +1,7 @@
 """What each verifier costs: one tree judged by all of them in turn, over and over, on one CPU thread.
 
-Knows a tree of independent random laws; not whether a rule is exact on it (docs/verification.md): only time is measured.
-Rules take turns, so that a slow moment of the machine falls on all of them; the median and the quartiles are told.
+Knows a tree of independent random distributions; not whether a rule is exact on it (docs/verification.md): only time is measured.
+Rules take turns, so that a slow moment of the machine falls on all of them; the median and the quartiles are reported.
 
     python benchmarks/verify_cost.py --vocab-size 152000 --expansion 3.4.7 --repeats 15
 
@@ -40,7 +40,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """One tree with its laws."""
+    """One tree with its distributions."""
 
     forest: Forest
     target_probs_NV: Tensor
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _case(args: argparse.Namespace) -> Case:
-    """Return a delayed tree whose tokens are drawn from its draft laws, distinct where it branches: no node is merged away."""
+    """Return a delayed tree of tokens drawn from its draft distributions, distinct where it branches: no node is merged."""
     generator = torch.Generator().manual_seed(args.seed)
     draws = _shape(args.expansion)
     target_NV = 3.0 * torch.randn(len(draws), args.vocab_size, generator=generator)

@@ -1,4 +1,4 @@
-"""Seconds of a step beside many queued requests over those beside few: a queue is not to slow whoever runs.
+"""Seconds of a step beside many queued requests over those beside few: a queue must not slow running requests.
 
 Two engines on one tiny model step in turns, so that a machine that slows down slows both. Run as `python -m benchmarks.waiting`
 (option: `--queued`); prints the median seconds of a step of each, and the ratio.

@@ -31,16 +31,16 @@ from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.models.vocab_padding import RepaddedModel
 from engine.draft.text.long_chains import CHAIN_LENGTHS, LongChainPolicy
 from engine.draft.text.recent_texts import RecentLimits
-from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
 from engine.draft.text.text_drafter import DrafterWithTextCache, TextDrafter
+from engine.draft.text_and_model import CombinedDrafter
 from engine.engine import Engine
 from engine.graph_setup import Prepared, record, static_steps
 from engine.kv_cache.canary import SlotCanary
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.memory_plan import memory_need, shortage
 from engine.model.causal_lm import CausalModel, load_model, weights_dtype
-from engine.model.linears import fastest_linears, fastest_precision
+from engine.model.linear_backends import fastest_linears, fastest_precision
 from engine.model.root_features import RootFeatures
 from engine.model.stored_model import load_stored
 from engine.model.target import Target

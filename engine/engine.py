@@ -23,7 +23,7 @@ from engine.core.verifier_table import verifier_for
 from engine.draft.drafter import Drafter, RequestFollower
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import grow, growers_of, learn
-from engine.draft.trees.grown import Growth
+from engine.draft.trees.grower import Growth
 from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.slot_digests import SlotDigests
 from engine.model.root_features import Ending, RootFeatures

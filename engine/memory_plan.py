@@ -16,12 +16,12 @@ from engine.core.config import EngineConfig
 from engine.draft.models.head import head_shape
 from engine.graph_setup import table_capacity, why_not_replayed
 from engine.model.causal_lm import loaded_dtype, weights_dtype
-from engine.model.linears import NATIVE, fastest_linears
+from engine.model.linear_backends import NATIVE, fastest_linears
+from engine.native.decoder_pass import cache_dtype
 from engine.native.linear import weight_bytes
-from engine.native.passes import cache_dtype
 from engine.weights import resolve
-from engine.weights.stored import num_parameters, parameters_in
 from engine.weights.stored_config import Configuration, read_config
+from engine.weights.weight_headers import num_parameters, parameters_in
 
 GB = 1e9
 _NODE_BYTES = 4 * 4  # per node and token id: logits, edited logits, target and draft probability, float32

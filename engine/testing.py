@@ -28,7 +28,7 @@ from engine.draft.drafter import Drafter
 from engine.draft.models.draft_model import ModelDrafter
 from engine.engine import Engine
 from engine.kv_cache.canary import SlotCanary
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, adopt
 from engine.model.target import Target
 from engine.structured_output.grammars import CompiledGrammars

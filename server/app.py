@@ -19,7 +19,7 @@ from engine.worker.client import WorkerClient
 from engine.worker.crash_dump import CrashDumps
 from engine.worker.process import ProcessLauncher
 from engine.worker.restart_limits import Supervision
-from server.assembly import served_engine
+from server.adaptive_engine import served_engine
 from server.http.auth import OPEN_PATHS, ApiKeyGate
 from server.http.browsers import HostGate, OriginGate
 from server.http.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
@@ -31,7 +31,7 @@ from server.launch import TEMPLATE
 from server.metrics.http import HttpMeter
 from server.openapi import declare_keys
 from server.routes import anthropic, docs, generation, infill, models, operations, playground, responses, tokens
-from server.routes.strict import IGNORED_HEADER
+from server.routes.json_bodies import IGNORED_HEADER
 from server.runtime import Runtime
 from server.settings import Settings
 from server.text.codec import Tokenizer, load_tokenizer

@@ -1,3 +1,3 @@
-"""The module that the template of workers imports (engine.worker.template)."""
+"""The module that the template of workers imports (engine.worker.fork_template)."""
 
-TEMPLATE = "server.template"
+TEMPLATE = "server.worker_imports"

@@ -18,8 +18,8 @@ from server.grammar.check import GrammarCheck
 from server.http.time_limits import TimeLimits
 from server.metrics import ServerMetrics
 from server.reasoning.support import ReasoningSupport, reasoning_support
-from server.responses.store import ResponseStore, StoreUnusable
 from server.settings import Settings, SettingsError
+from server.stored_responses.store import ResponseStore, StoreUnusable
 from server.text.codec import TextCodec, Tokenizer
 from server.tool_calls.support import ToolSupport, tool_support
 

@@ -25,9 +25,9 @@ from server.http.api_keys import MIN_KEY_CHARS, ApiKey, may_others_read, parsed_
 from server.http.hosts import is_loopback
 from server.http.request_log import RequestLog
 from server.reasoning.support import ReasoningParser
-from server.responses.store import StoreLimits
 from server.schemas.common import MAX_CHOICES
-from server.schemas.strict import MAX_NAME_CHARS
+from server.schemas.strict_model import MAX_NAME_CHARS
+from server.stored_responses.store import StoreLimits
 from server.tool_calls.syntaxes import ToolCallParser
 
 ENV_PREFIX = "LATEBRANCH_"

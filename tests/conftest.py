@@ -15,8 +15,8 @@ from tests.typechecking import install_shape_checks
 # which beartype looks into containers are not welcome.
 _TENSOR_MODULES = [
     *("sampling.noise", "sampling.logits_processors", "sampling.distributions"),
-    *("attention.packing", "attention.segments", "attention.tree_attention", "kv_cache.pool"),
-    *("model.linears", "model.causal_lm", "model.target"),
+    *("attention.packing", "attention.segments", "attention.tree_attention", "kv_cache.kv_cache"),
+    *("model.linear_backends", "model.causal_lm", "model.target"),
     *("native", "draft", "verify", "engine"),
 ]
 # For the whole run: test modules import the engine after this file.

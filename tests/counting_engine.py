@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.core.config import EngineConfig
 from engine.core.types import FinishReason, ModelInfo, Request, SamplingParams, StepStats, TokenEvent
-from engine.scheduler.slot_pool import IntegrityError
+from engine.scheduler.slot_allocator import IntegrityError
 from engine.worker.step_log import RowNote, StepNote
 
 MAX_MODEL_LEN = 1_000_000

@@ -22,7 +22,7 @@ from server.text.chat_ids import chat_ids
 
 
 def main() -> None:
-    """Run what is asked for; a mistake in it is one line."""
+    """Run the command; a mistake in it is one line."""
     args = _parser().parse_args()
     if args.command == "report":
         try:
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> None:
     settings = load_settings(args.config, {})
     config = settings.to_tool_config()
     trees = args.trees or [config.expansion]
-    if None not in trees:  # no policy is asked, so none need be made
+    if None not in trees:  # no policy is used, so none need be made
         config = replace(config, policy="fixed")
     parts = {"draft_model": args.draft_model, "lens": args.lens, "head": args.head}
     parts = {name: value or getattr(config, name) for name, value in parts.items()}

@@ -1,4 +1,4 @@
-"""Who is compared: a drafter with a tree, each an engine over the one copy of the target's weights.
+"""The contenders: a drafter with a tree, each an engine over the one copy of the target's weights.
 
 Knows configurations and engines; no clock, no text.
 """
@@ -13,7 +13,7 @@ from engine.core.types import Speculation
 from engine.core.verifier_table import verifier_for
 from engine.engine import Engine
 from engine.model.causal_lm import CausalModel
-from server.assembly import tool_engine
+from server.adaptive_engine import tool_engine
 
 # The setting that names what a drafter is made of.
 _SETTING_OF = {"model": "draft_model", "early-exit": "lens", "head": "head"}
@@ -21,7 +21,7 @@ _WITH_TEXTS = "+ngram"  # after the name of a drafter that is a model: cached te
 
 
 class MissingPart(ValueError):
-    """A drafter is asked for, and nobody said what it is made of."""
+    """A drafter is requested without the files that it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Contender:
         return "policy" if self.tree is None else str(self.tree)
 
     def speculation(self, verifier: str) -> Speculation:
-        """Return what to ask of the engine: the verifier that is preferred, or one that is exact on the tree."""
+        """Return the request's options: the verifier that is preferred, or one that is exact on the tree."""
         if self.drafter == "none":
             return Speculation(is_enabled=False)
         return Speculation(expansion=self.tree, verifier=verifier if self.tree is None else verifier_for(self.tree, verifier))
@@ -65,7 +65,7 @@ def config_of(drafter: str, base: EngineConfig, parts: Mapping[str, str | None])
 
 @dataclass
 class Stable:
-    """The engines of a comparison, one a drafter. Models are loaded once, whoever asks for them: that is what it owns."""
+    """The engines of a comparison, one a drafter. Models are loaded once for all of them: that is what it owns."""
 
     base: EngineConfig
     parts: Mapping[str, str | None]

@@ -24,7 +24,7 @@ from server.cli.bench_compare import OutputsDiffer, Run, run_case
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """One prompt in token ids, with what its answer is foretold to be, or nothing."""
+    """One prompt in token ids, with the prediction of its answer, if there is one."""
 
     ids: tuple[int, ...]
     prediction_ids: tuple[int, ...] = ()
@@ -32,7 +32,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """How much to measure, and `facts`: what else must be alike for measurements to be told as one."""
+    """How much to measure, and `facts`: what else must be alike for measurements to be reported as one."""
 
     contenders: tuple[Contender, ...]
     temperatures: tuple[float, ...]
@@ -114,10 +114,10 @@ class Measurement:
 
     def _line(self, block: Block, contender: Contender, run: Run, foreign_cpus: float | None) -> dict[str, Any]:
         where = {"round": block.round, "kind": block.kind, "prompt": block.first, "temperature": block.temperature}
-        who = {"drafter": contender.drafter, "tree": contender.tree_name}
+        names = {"drafter": contender.drafter, "tree": contender.tree_name}
         after = [step for step in run.steps if step.num_prompt_tokens == 0]
         parts = {"all": _sums(run.steps), "after_prompt": _sums(after)}
-        return {"type": "run", "run": self._name, **where, **who, **parts, "foreign_cpus": foreign_cpus}
+        return {"type": "run", "run": self._name, **where, **names, **parts, "foreign_cpus": foreign_cpus}
 
     def _header(self, engines: Mapping[str, Engine]) -> dict[str, Any]:
         design = {name: value for name, value in asdict(self._design).items() if name not in ("contenders", "facts")}
@@ -150,5 +150,5 @@ def _require_equal(runs: Mapping[Contender, Run]) -> None:
     for contender, run in runs.items():
         unlike = [name for name, ids in run.texts.items() if ids != runs[PLAINLY].texts[name]]
         if unlike:
-            who = f"{contender.drafter} {contender.tree_name}"
-            raise OutputsDiffer(f"{who} differs from plain decoding at temperature 0 on {', '.join(unlike)}")
+            name = f"{contender.drafter} {contender.tree_name}"
+            raise OutputsDiffer(f"{name} differs from plain decoding at temperature 0 on {', '.join(unlike)}")

@@ -38,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and where 95 of 100 resampled means lie."""
+    """A mean and the interval of 95 of 100 resampled means."""
 
     mean: float
     low: float
@@ -149,8 +149,8 @@ def _row(drafter: str, tree: str, samples: Sequence[Sample], kinds: Sequence[str
     ratios = {kind: [sample.ratio for sample in some] for kind, some in of_kind.items() if some}
     after = {kind: [s.ratio_after_prompt for s in some if s.ratio_after_prompt is not None] for kind, some in of_kind.items()}
     drafting = [sample.drafting for sample in samples if sample.drafting is not None]
-    told = [f"{statistics.mean(drafting):.3f}" if drafting else "–", *cells, f"{efficiency:.2f}"]
-    return [drafter, tree, *told, _interval_cell(ratios), _interval_cell(after), str(len(samples))]
+    columns = [f"{statistics.mean(drafting):.3f}" if drafting else "–", *cells, f"{efficiency:.2f}"]
+    return [drafter, tree, *columns, _interval_cell(ratios), _interval_cell(after), str(len(samples))]
 
 
 def _kind_cell(samples: Sequence[Sample]) -> str:

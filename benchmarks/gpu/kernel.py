@@ -14,8 +14,9 @@ from engine.attention.packing import PackedBatch
 from engine.attention.paged.attention import Attend, PagedContext, kernel
 from engine.attention.paged.reference import attend as reference
 from engine.attention.paged.table import PagedBatch, Shape, TableColumns, table_of
+from engine.attention.scoring import Scoring
 from engine.attention.tree_attention import GatheredAttention
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.utils.host_transfer import integers_32
 
 MOST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # |out - expected| / |expected|
@@ -32,6 +33,11 @@ class Layer:
     size: int
     window: int | None = None
     softcap: float | None = None
+
+    @property
+    def scoring(self) -> Scoring:
+        """How scores are made."""
+        return Scoring(self.size**-0.5, self.window, self.softcap)
 
 
 LAYERS = (Layer(4, 7, 128), Layer(3, 3, 64), Layer(2, 1, 80), Layer(1, 4, 256, window=512), Layer(8, 2, 128, softcap=30.0))
@@ -61,20 +67,12 @@ def _error(layer: Layer, dtype: torch.dtype, batch: PackedBatch, device: torch.d
     return float((found - expected).norm() / expected.norm())  # NaN is never exact
 
 
-def _in_float32(
-    query_THGK: Tensor,
-    keys_SHK: Tensor,
-    values_SHV: Tensor,
-    batch: PagedBatch,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    return reference(query_THGK.float(), keys_SHK.float(), values_SHV.float(), batch, scaling, window, softcap)
+def _in_float32(query_THGK: Tensor, keys_SHK: Tensor, values_SHV: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
+    return reference(query_THGK.float(), keys_SHK.float(), values_SHV.float(), batch, scoring)
 
 
 def _attended(attend: Attend, layer: Layer, query: Tensor, cache: KVCache, paged: PagedBatch) -> Tensor:
-    return PagedContext(paged, cache, attend).attended(0, query, layer.size**-0.5, layer.window, layer.softcap)
+    return PagedContext(paged, cache, attend).attended(0, query, layer.scoring)
 
 
 def _given(layer: Layer, dtype: torch.dtype, batch: PackedBatch, device: torch.device) -> tuple[PagedBatch, Tensor, KVCache]:
@@ -99,7 +97,7 @@ def time_layers(figures: Figures, layer: Layer, device: torch.device, sizes: Seq
             return
         batch = batch_of(num_rows, num_nodes, [context], device)
         paged, query, cache = _given(layer, dtype, batch, device)
-        gathered = partial(GatheredAttention(batch, cache).attended, 0, query, layer.size**-0.5, layer.window, layer.softcap)
+        gathered = partial(GatheredAttention(batch, cache).attended, 0, query, layer.scoring)
         paged_too = partial(_attended, attend, layer, query, cache, paged)
         contenders = {"gather": partial(_repeated, gathered), name: partial(_repeated, paged_too)}
         times = in_turns(contenders, turns, device)

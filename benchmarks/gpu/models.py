@@ -69,7 +69,7 @@ _CONFIGURATIONS = {"qwen2": Qwen2Config, "llama": LlamaConfig}
 
 
 def model_of(shape: ModelShape, device: torch.device, seed: int = 0, sharpness: float = 1.0) -> CausalModel:
-    """Return a model of the shape, compared with transformers' own pass; a sharper one has laws that are further from uniform.
+    """Return a model of the shape, compared with transformers' own pass; a sharper one has less uniform distributions.
 
     Where there is no kernel it runs passes over tables by the reference.
     """

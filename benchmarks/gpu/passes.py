@@ -13,7 +13,7 @@ from engine.attention.paged.buffer import TableBuffer
 from engine.attention.paged.graph_recorder import CudaGraphs, Recorder, Unrecorded
 from engine.attention.paged.graphs import GraphResources
 from engine.attention.paged.padding_shapes import PaddingShapes
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.passes import DirectPasses, Passes, RecordedPasses
 

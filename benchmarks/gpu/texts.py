@@ -27,7 +27,7 @@ from engine.model.causal_lm import CausalModel
 from engine.testing import tiny_engine
 
 _LIMITS = SchedulerConfig(max_running=8, max_step_tokens=64, num_slots=4096, max_model_len=256)
-_SHARPNESS, _NOISE = 6.0, 0.02  # of laws; of the drafter's weights
+_SHARPNESS, _NOISE = 6.0, 0.02  # of distributions; of the drafter's weights
 NEAR_TIE = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # of the largest logit
 
 

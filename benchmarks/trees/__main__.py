@@ -8,14 +8,14 @@ from benchmarks.trees.paired import differences
 from benchmarks.trees.report import report
 from engine.weights import resolve
 from engine.weights.pretrained import load_tokenizer
-from server.assembly import tool_engine
+from server.adaptive_engine import tool_engine
 from server.cli.bench_prompts import BENCH_PROMPTS, read_prompts
 from server.settings import load_settings
 from server.text.chat_ids import chat_ids
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="compare trees and verifiers at equal node budgets")
     commands = parser.add_subparsers(dest="command", required=True)
     collect = commands.add_parser("collect", help="measure, one JSON line each, appended to a file")

@@ -1,7 +1,7 @@
 """Measures: target-written texts, points along them, every contender at every point; one JSON line a measurement.
 
-Tokens of a step are E[tau + 1 | tree] where the rule tells it exactly, else (greedy, coupled) what came out. Step times are taken
-apart from that, by real growth and a real pass for one tree at a time, contenders in turn.
+Tokens of a step are E[tau + 1 | tree] where the rule computes it exactly, else (greedy, coupled) the tokens themselves. Step
+times are measured separately, by real growth and a real pass for one tree at a time, contenders in turn.
 """
 
 import json

@@ -25,12 +25,12 @@ class Contender:
 
     @property
     def row_verifier(self) -> str:
-        """The verifier whose row is grown: it says how children are chosen."""
+        """The verifier whose row is grown: it determines how children are chosen."""
         return self.verifiers[0]
 
 
 def contenders_of(budget: int, is_greedy: bool) -> list[Contender]:
-    """Return what is compared at a budget. Greedy rows rank and walk the arg max: one verifier stands for all, on fewer trees."""
+    """Return what is compared at a budget. Greedy rows rank and walk the arg max: one verifier represents all, on fewer trees."""
     expansions = _expansions(budget)
     if is_greedy:
         ranking = [one for one in expansions if one.tree in ("delayed_distinct", "static", "beam") or one.branches == 1]

@@ -53,7 +53,7 @@ class Cell:
 
 
 def report(path: Path) -> str:
-    """Return a Markdown table for each budget and temperature, best first; of delayed trees the best shape stands.
+    """Return a Markdown table for each budget and temperature, best first; of delayed trees the best shape.
 
     Speeds of trees that were never timed are nan.
     """
@@ -89,7 +89,7 @@ def _cost_key(line: dict[str, Any]) -> tuple[bool, bool, str]:
 
 
 def _step_key(temperature: float, expansion: str, verifier: str) -> tuple[bool, bool, str]:
-    """Return what a step's cost depends on: greedy rows need no laws, coupled ones make noise."""
+    """Return what a step's cost depends on: greedy rows need no distributions, coupled ones make noise."""
     return temperature == 0, verifier == "coupled", expansion
 
 

@@ -1,10 +1,10 @@
 // Draws the pictures of docs/how-it-works.md from the facts on stdin, into a folder: the playground's own tree, and three more.
-// Knows the playground's drawing and colours; makes SVG that stands alone and follows the reader's light or dark.
+// Knows the playground's drawing and colours; makes standalone SVG that follows the reader's light or dark.
 
 import { readFileSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 
-// What the playground's code asks of a page, written out as text.
+// What the playground's code needs of a page, written out as text.
 class Element {
   constructor(name) {
     Object.assign(this, { name, attributes: {}, children: [], textContent: "" });

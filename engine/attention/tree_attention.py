@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from engine.attention.packing import Group, PackedBatch
-from engine.kv_cache.pool import KVCache
+from engine.attention.scoring import Scoring
+from engine.kv_cache.kv_cache import KVCache
 
 NAME = "latebranch"
 
@@ -37,14 +38,7 @@ class AttentionContext(Protocol):
         """Slots to write."""
         ...
 
-    def attended(
-        self,
-        layer: int,
-        query_THGK: Float[Tensor, "T H G K"],
-        scaling: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Float[Tensor, "T HGV"]:
+    def attended(self, layer: int, query_THGK: Float[Tensor, "T H G K"], scoring: Scoring) -> Float[Tensor, "T HGV"]:
         """Attend to a layer's cached keys; return every packed token's output, in packed order."""
         ...
 
@@ -61,19 +55,12 @@ class GatheredAttention:
         """Slots to write."""
         return self.batch.write_slots_T
 
-    def attended(
-        self,
-        layer: int,
-        query_THGK: Float[Tensor, "T H G K"],
-        scaling: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Float[Tensor, "T HGV"]:
+    def attended(self, layer: int, query_THGK: Float[Tensor, "T H G K"], scoring: Scoring) -> Float[Tensor, "T HGV"]:
         """Attend group by group."""
         padded, outputs = self.batch.padded, []
         for group in padded.groups:
             keys, values = (gathered.to(query_THGK.dtype) for gathered in self.cache.gather(layer, group.key_slots_BL))
-            outputs.append(group_attention(query_THGK, keys, values, group, scaling, window, softcap))
+            outputs.append(group_attention(query_THGK, keys, values, group, scoring))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out if padded.is_identity else out.index_select(0, padded.unpad_T)
 
@@ -83,15 +70,11 @@ def group_attention(
     keys_BLHK: Float[Tensor, "B L H K"],
     values_BLHK: Float[Tensor, "B L H V"],
     group: Group,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    scoring: Scoring,
 ) -> Float[Tensor, "BQ HGV"]:
     """Return the attention output of one group, padded rows included."""
-    scores = torch.matmul(folded(query_THGK, group), keys_BLHK.permute(0, 2, 3, 1)) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = unfolded(scores, group) + group.bias(window, scores.dtype)
+    scores = torch.matmul(folded(query_THGK, group), keys_BLHK.permute(0, 2, 3, 1)) * scoring.scale
+    scores = unfolded(scoring.capped(scores), group) + group.bias(scoring.window, scores.dtype)
     weights_BHGQL = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_THGK.dtype)
     return in_rows(torch.matmul(weights_BHGQL.flatten(2, 3), values_BLHK.permute(0, 2, 1, 3)), group)
 
@@ -137,8 +120,8 @@ def tree_attention(
     attention_context.cache.write(layer, attention_context.write_slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
     num_tokens, num_heads, head_size = query.shape[2], key.shape[1], query.shape[3]
     query_THGK = query[0].transpose(0, 1).reshape(num_tokens, num_heads, -1, head_size)
-    scale = head_size**-0.5 if scaling is None else scaling
-    out = attention_context.attended(layer, query_THGK, scale, sliding_window, softcap)
+    scoring = Scoring(head_size**-0.5 if scaling is None else scaling, sliding_window, softcap)
+    out = attention_context.attended(layer, query_THGK, scoring)
     return out.view(1, num_tokens, num_heads * query_THGK.shape[2], -1), None
 
 

@@ -25,9 +25,9 @@ from transformers import (
 from engine.attention.packing import pack
 from engine.attention.segments import chain_segment
 from engine.core.types import SamplingParams
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, is_run_natively, load_model
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.native.linear import QUANTISED
 from engine.utils.progress_bar import quiet_libraries
 from engine.weights.pretrained import load_module

@@ -63,6 +63,13 @@ class EngineRefused(EngineUnavailable, Refusal):
     """The engine cannot be started with its configuration."""
 
 
+def loaded(model: ModelInfo | None) -> ModelInfo:
+    """Return the loaded models; raise EngineUnavailable if there are none yet."""
+    if model is None:
+        raise EngineUnavailable("the engine has not been ready yet")
+    return model
+
+
 class EngineService(Protocol):
     """An engine that generates for many requests at once."""
 

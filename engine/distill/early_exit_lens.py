@@ -15,7 +15,7 @@ from engine.attention.segments import chain_segment
 from engine.distill.generation.generate import generate
 from engine.distill.generation.jobs import GenerationJob
 from engine.draft.models.early_exit import Lens, truncated_model
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap
 from engine.utils.progress_bar import progress_bar

@@ -13,7 +13,7 @@ from engine.distill.corpus import Text
 from engine.model.causal_lm import CausalModel
 from engine.model.check import check_text, own_logits
 from engine.model.hidden_states import StateTap
-from engine.model.linears import weight_of
+from engine.model.linear_backends import weight_of
 from engine.weights import UnsupportedModel
 
 _SAMPLE = 100_000  # positions whose distributions are summed

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from engine.scheduler.slot_pool import IntegrityError
+from engine.scheduler.slot_allocator import IntegrityError
 
 _BITS = {2: (torch.int16, 0x7FCA), 4: (torch.int32, 0x7FCA_CAFE)}  # by bytes of a number: NaN in float32, bfloat16 and float16
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.core.step_observer import StepObserver
 from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import TokenTree
-from engine.scheduler.slot_pool import IntegrityError
+from engine.scheduler.slot_allocator import IntegrityError
 
 _NOTHING = 0  # the digest of a slot that is free, or has not been written
 

@@ -28,9 +28,9 @@ from engine.attention.paged.attention import (
 from engine.attention.paged.graphs import PassMemory
 from engine.attention.paged.table import IDS, POSITIONS, PagedBatch, Shape, TableColumns, table_of
 from engine.attention.tree_attention import NAME, AttentionContext, GatheredAttention, register
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.check import check_text, own_logits, require_equal, require_same_bits, tolerance_of
-from engine.model.linears import NATIVE, fastest_linears, prepare_linears, torch_linears, weight_of
+from engine.model.linear_backends import NATIVE, fastest_linears, prepare_linears, torch_linears, weight_of
 from engine.native.decoder import NativeDecoder, UnknownDecoder, parts_of, refuse_by_structure
 from engine.native.linear import QUANTISED, NativeLinear
 from engine.sampling.argmax import RowArgMax, argmax_rows
@@ -40,8 +40,8 @@ from engine.utils.progress_bar import quiet_libraries
 from engine.weights import UnsupportedModel
 from engine.weights.facts import end_tokens
 from engine.weights.pretrained import load_module, refuse_by_configuration, refused
-from engine.weights.stored import stored_dtype
 from engine.weights.stored_config import read_config
+from engine.weights.weight_headers import stored_dtype
 
 _logger = logging.getLogger(__name__)
 # For native passes, whose attention adds in another order. int8 rounds inputs of layers to 15 bits, compact to 8.
@@ -195,7 +195,7 @@ def is_run_natively(module: nn.Module, device: torch.device) -> bool:
 
 
 def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
-    """Load, check and prepare a model. `dtype` is a torch name, int8 or compact; `linears` is a kind of engine.model.linears.
+    """Load and check a model. `dtype` is a torch name, int8 or compact; `linears` a kind of engine.model.linear_backends.
 
     transformers runs a model that the library does not know, with packed linear layers. In int8 and compact it is refused.
     """

@@ -16,7 +16,7 @@ from engine.attention.packing import Segment, pack
 from engine.attention.segments import chain_segment, tree_segment
 from engine.attention.tree_attention import UnsupportedAttention
 from engine.core.tree import TokenTree
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.weights.pretrained import refused
 
 if TYPE_CHECKING:

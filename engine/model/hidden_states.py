@@ -11,11 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.model.causal_lm import CausalModel
-from engine.native.passes import Output
+from engine.native.decoder_pass import Output
 
 
 def place_after(count: int, depth: int, is_last_normed: bool = True) -> int:
-    """Return the library's index of the states after the first `count` of a model's layers (engine.native.passes.Output)."""
+    """Return the library's index (engine.native.decoder_pass.Output) of the states after a model's first `count` layers."""
     return depth if count == depth and is_last_normed else count - 1
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.attention.packing import PackedBatch
 from engine.attention.paged.graphs import GraphedFunction, GraphResources, PassMemory
 from engine.attention.paged.table import PagedBatch, TableColumns
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.utils.host_transfer import integers
 
 Listener = Callable[[Int[Tensor, " T"]], None]  # called with the slots that a pass has written

@@ -32,9 +32,9 @@ from torch import Tensor
 import engine
 from engine.attention.packing import pack
 from engine.attention.segments import chain_segment
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, load_model
-from engine.model.linears import NATIVE, fastest_linears
+from engine.model.linear_backends import NATIVE, fastest_linears
 from engine.native import library
 from engine.native.decoder import DecoderParts, LayerParts, NativeDecoder, Rotation, UnknownDecoder, rotations_of
 from engine.native.linear import PackedWeights
@@ -42,10 +42,10 @@ from engine.utils import huge_pages
 from engine.utils.one_line import one_line
 from engine.utils.progress_bar import long_work
 from engine.weights import WeightsCache, WeightsError, default_root
-from engine.weights.apart import reported, run_apart
 from engine.weights.fingerprint import weights_digest
-from engine.weights.stored import num_parameters
+from engine.weights.separate_process import reported, run_apart
 from engine.weights.vocabulary import digest_of
+from engine.weights.weight_headers import num_parameters
 
 _logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from engine.attention.segments import tree_segment
 from engine.core.step_plan import StepPlan
 from engine.core.tree import TokenTree
 from engine.kv_cache.canary import Canary
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.passes import DirectPasses, Passes, RecordedPasses
 

@@ -14,10 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.attention.packing import PackedBatch
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.native import library
+from engine.native.decoder_pass import Features, Output, Runner, Tables
 from engine.native.linear import PackedWeights
-from engine.native.passes import Features, Output, Runner, Tables
 from engine.utils.rotary_table import RotaryTable
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Gemma3DecoderLayer")

@@ -20,7 +20,7 @@ from engine.core.types import Request, SamplingParams, Speculation
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import grow, grow_by, growers_of
-from engine.draft.trees.grown import Growth
+from engine.draft.trees.grower import Growth
 from engine.draft.trees.nested import Nested, Truncation
 from engine.engine import Engine
 from engine.model.root_features import Ending

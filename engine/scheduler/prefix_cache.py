@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.slot_pool import Block, BlockKey, IntegrityError
+from engine.scheduler.slot_allocator import Block, BlockKey, IntegrityError
 
 
 class PrefixCache:

@@ -20,7 +20,7 @@ from engine.core.verifier_table import fitted
 from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.slot_pool import BlockKey, IntegrityError, SlotPool
+from engine.scheduler.slot_allocator import BlockKey, IntegrityError, SlotAllocator
 from engine.scheduler.token_budget import TokenDemand, TokenShare, share_tokens
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Scheduler:
     """Owns every Sequence, the slot pool and the prefix cache."""
 
     def __init__(self, config: SchedulerConfig, feeding: Feeding) -> None:
-        self.pool = SlotPool(config.num_slots)
+        self.pool = SlotAllocator(config.num_slots)
         self._prefix_cache = PrefixCache(config.prefix_block_tokens)
         self._num_prefix_queries = self._num_prefix_hits = 0  # prompt tokens, since the last plan
         self._config = config

@@ -8,7 +8,7 @@ from array import array
 
 from engine.core.policy import SequenceView
 from engine.core.types import FinishReason, Request
-from engine.scheduler.slot_pool import Block
+from engine.scheduler.slot_allocator import Block
 
 
 class Sequence:

@@ -11,7 +11,7 @@ from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.core.types import DraftSource, FinishReason, StepStats
 from engine.draft.drafter import ModelPasses
-from engine.draft.trees.grown import NodeValues
+from engine.draft.trees.grower import NodeValues
 from engine.scheduler.scheduler import Emission, Scheduler
 from engine.verify.verdict import Verdict, VerificationFailure
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.core.row_trace import TreeProbs
 from engine.core.step_plan import Row
 from engine.core.tree import TokenTree
-from engine.draft.trees.grown import Growth
+from engine.draft.trees.grower import Growth
 from engine.sampling.distributions import ranking_params, warped_probs
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks

@@ -1,6 +1,6 @@
 """Progress of long work on stderr: a moving bar in a terminal, plain lines in a log.
 
-A log gets no control characters: it gets a line at the beginning, one every ten seconds, and one at the end. After
+A log gets no control characters: it gets a line at the beginning, one every five seconds, and one at the end. After
 `lines_to_logging` each line is a record of `logging`.
 """
 
@@ -20,8 +20,8 @@ _is_logged = False
 
 tqdm.monitor_interval = 0  # no monitor thread: it would disturb measurements of an engine's steps
 
-LOG_INTERVAL_S, LONG_INTERVAL_S = 10.0, 5.0
-_LOG_LINE = "{desc}: {n_fmt} of {total_fmt} {unit} ({percentage:.0f}%), {elapsed} gone, {remaining} left{postfix}"
+LOG_INTERVAL_S = LONG_INTERVAL_S = 5.0
+_LOG_LINE = "{desc}: {n_fmt} of {total_fmt} {unit} ({percentage:.0f}%), {elapsed} elapsed, {remaining} left{postfix}"
 
 
 class _Lines:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.tree import ROOT, TokenTree
-from engine.verify.local_plans import AcceptanceSplit, NodeFamilies, WithoutReplacement
+from engine.verify.node_plans import AcceptanceSplit, NodeFamilies, WithoutReplacement
 
 
 class FirstPath:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.verify.directions import first_accept_probs
-from engine.verify.local_plans import NodeFamilies
+from engine.verify.node_plans import NodeFamilies
 from engine.verify.one_token import Decided, take_or_spread
 
 _BISECTIONS = 40  # narrow [1, k] to (k - 1) / 2^40; a wider rest would cost acceptance, not exactness

@@ -5,18 +5,18 @@ from collections.abc import Callable
 from engine.core.verifier_table import UnknownVerifierError
 from engine.verify.coupled import Coupled
 from engine.verify.directions import BottomUp, Direction, TopDown
-from engine.verify.duels import Duels
 from engine.verify.first_path import FirstPath
 from engine.verify.k_seq import KSeq
-from engine.verify.local_plans import LocalPlan, TargetDraw, WithoutReplacement, WithReplacement
-from engine.verify.masses import TwoPhase
+from engine.verify.khisti import Duels
+from engine.verify.node_plans import NodePlan, TargetDraw, WithoutReplacement, WithReplacement
 from engine.verify.one_token import AcceptChosen, OneToken, Selection
 from engine.verify.selections import BestRanked, FirstDraw
 from engine.verify.set_plus_sample import SetPlusSample
+from engine.verify.two_phase import TwoPhase
 from engine.verify.verdict import Verifier
 
 
-def _two_phase(name: str, plan: LocalPlan, direction: Direction) -> Callable[[], Verifier]:
+def _two_phase(name: str, plan: NodePlan, direction: Direction) -> Callable[[], Verifier]:
     return lambda: TwoPhase(name, plan, direction)
 
 
@@ -24,7 +24,7 @@ def _chosen(name: str, selection: Selection, direction: Direction) -> Callable[[
     return _two_phase(name, OneToken(AcceptChosen(selection)), direction)
 
 
-# A rule is a local plan x a direction, except the coupled rule. gbv and univer are reconstructions: docs/verification.md.
+# A rule is a node plan x a direction, except the coupled rule. gbv and univer are reconstructions: docs/verification.md.
 _REGISTRY: dict[str, Callable[[], Verifier]] = {
     "nss": _two_phase("nss", TargetDraw(), TopDown()),
     "naive": _two_phase("naive", FirstPath(), TopDown()),

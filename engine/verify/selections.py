@@ -7,7 +7,7 @@ the number of draws.
 import torch
 from torch import Tensor
 
-from engine.verify.local_plans import NodeFamilies
+from engine.verify.node_plans import NodeFamilies
 from engine.verify.one_token import SelectedDraw, one_hot
 
 

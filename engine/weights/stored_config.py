@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from engine.weights import pretrained
-from engine.weights.apart import reported, run_apart
 from engine.weights.cache import WeightsCache, default_root
+from engine.weights.separate_process import reported, run_apart
 
 _VERSION = 2  # of the file's form, and of what `refuse_by_configuration` refuses
 

@@ -27,9 +27,9 @@ from tokenizers import AddedToken, Tokenizer
 from engine.utils.one_line import one_line
 from engine.utils.progress_bar import long_work
 from engine.weights import pretrained
-from engine.weights.apart import reported, run_apart
 from engine.weights.cache import WeightsCache, default_root
 from engine.weights.chat_template import rendered
+from engine.weights.separate_process import reported, run_apart
 
 _logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.core.config import SchedulerConfig
-from engine.core.service import EngineHealth, EngineRefused, EngineState, EngineUnavailable
+from engine.core.service import EngineHealth, EngineRefused, EngineState, EngineUnavailable, loaded
 from engine.core.types import ErrorCode, ModelInfo, Request, StepStats
 from engine.utils.run_folder import run_folder
 from engine.worker.connection import Launcher, WorkerConnection, WorkerDied
@@ -68,9 +68,7 @@ class WorkerClient:
     @property
     def model(self) -> ModelInfo:
         """The loaded models; raises EngineUnavailable before the engine is first ready."""
-        if self._model is None:
-            raise EngineUnavailable("the engine has not been ready yet")
-        return self._model
+        return loaded(self._model)
 
     @property
     def health(self) -> EngineHealth:

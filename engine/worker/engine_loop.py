@@ -10,7 +10,7 @@ from typing import Protocol
 from engine.core.config import EngineConfig
 from engine.core.types import ModelInfo, Request, StepStats, TokenEvent
 from engine.core.validation import refusal_event
-from engine.scheduler.slot_pool import IntegrityError
+from engine.scheduler.slot_allocator import IntegrityError
 from engine.worker.messages import Abort, Add, StepResult
 from engine.worker.step_log import StepNote
 

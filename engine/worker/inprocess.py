@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from engine.core.config import SchedulerConfig
-from engine.core.service import EngineHealth, EngineState, EngineUnavailable
+from engine.core.service import EngineHealth, EngineState, EngineUnavailable, loaded
 from engine.core.types import ErrorCode, ModelInfo, Request
 from engine.worker.engine_loop import SteppedEngine
 from engine.worker.messages import Abort, Add, Command, Failed, Ready, Shutdown, StepResult, WorkerEvent
@@ -46,9 +46,7 @@ class InProcessEngine:
     @property
     def model(self) -> ModelInfo:
         """The loaded models; raises EngineUnavailable before the engine is first ready."""
-        if self._model is None:
-            raise EngineUnavailable("the engine has not been ready yet")
-        return self._model
+        return loaded(self._model)
 
     @property
     def health(self) -> EngineHealth:

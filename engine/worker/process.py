@@ -24,6 +24,7 @@ from engine.core.config import EngineConfig
 from engine.core.refusal import Refusal
 from engine.utils.free_memory import return_free_memory
 from engine.worker.engine_loop import EngineFactory, EngineLoop, SteppedEngine
+from engine.worker.fork_template import start_template
 from engine.worker.messages import (
     Addresses,
     Command,
@@ -36,7 +37,6 @@ from engine.worker.messages import (
     encode_message,
 )
 from engine.worker.step_log import open_step_log
-from engine.worker.template import start_template
 
 _logger = logging.getLogger(__name__)
 

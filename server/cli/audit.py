@@ -4,8 +4,6 @@ import argparse
 import math
 import secrets
 import sys
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from engine.core.sampling_limits import NoDistribution, require_probs
@@ -13,7 +11,8 @@ from engine.core.tree import Expansion, parse_expansion
 from engine.core.types import SamplingParams
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.weights import WeightsError
-from server.cli.bench_prompts import BENCH_PROMPTS, BenchError, read_prompts
+from server.cli.bench_prompts import BenchError, add_prompt_flags, read_prompts
+from server.cli.parser import non_negative_int, number_within, positive_int, tree_shape
 from server.settings import Settings, SettingsError, load_settings
 
 
@@ -29,65 +28,31 @@ def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     """Add `audit`: its settings, prompts and level of significance."""
     command = subparsers.add_parser("audit", help="prove that speculation does not change the target's distribution")
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, verifier, threads")
-    command.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help="YAML file: lists of user messages by kind")
-    command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to use; all of the file by default")
-    command.add_argument("--num-prompts", type=_count, default=1, help="prompts of each kind")
+    add_prompt_flags(command, num_prompts=1)
     _add_sampling(command)
     command.add_argument("--verifiers", nargs="+", metavar="NAME", help="rules to audit; by default the configured one")
     command.add_argument(
-        "--expansions", nargs="+", type=parse_expansion, metavar="TREE", help="trees to audit; by default the configured one"
+        "--expansions", nargs="+", type=tree_shape, metavar="TREE", help="trees to audit; by default the configured one"
     )
-    command.add_argument("--samples", type=_count, default=150, help="answers drawn for each prompt and setting")
-    command.add_argument("--max-tokens", type=_count, default=8, help="tokens of such an answer")
-    command.add_argument("--greedy-tokens", type=_count, default=48, help="tokens of each greedy and of each seeded text")
-    command.add_argument("--seeds", type=_count, default=2, help="seeds tried with and without speculation")
+    command.add_argument("--samples", type=positive_int, default=150, help="answers drawn for each prompt and setting")
+    command.add_argument("--max-tokens", type=positive_int, default=8, help="tokens of such an answer")
+    command.add_argument("--greedy-tokens", type=positive_int, default=48, help="tokens of each greedy and of each seeded text")
+    command.add_argument("--seeds", type=positive_int, default=2, help="seeds tried with and without speculation")
     command.add_argument(
-        "--alpha", type=_within(0.0, 1.0), default=1e-3, help="chance that a lossless engine fails a statistical test"
+        "--alpha", type=number_within(0.0, 1.0), default=1e-3, help="chance that a lossless engine fails a statistical test"
     )
-    command.add_argument("--first-seed", type=_seed, default=None, help="repeats an audit; the report names its own")
+    command.add_argument("--first-seed", type=non_negative_int, default=None, help="repeats an audit; the report names its own")
     command.set_defaults(handler=_audit)
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--temperatures", nargs="+", type=_within(0.0, math.inf), default=[1.0, 0.7], help="above 0")
-    command.add_argument("--top-p", type=_within(0.0, 1.0, is_high_open=False), default=1.0)
-    command.add_argument("--top-k", type=_number_or_0, default=0, help="0 is off")
+    command.add_argument("--temperatures", nargs="+", type=number_within(0.0, math.inf), default=[1.0, 0.7], help="above 0")
+    command.add_argument("--top-p", type=number_within(0.0, 1.0, "(]"), default=1.0)
+    command.add_argument("--top-k", type=non_negative_int, default=0, help="0 is off")
     command.add_argument("--min-p", type=float, default=0.0, help="0 is off")
     for name in ("presence", "frequency"):
         command.add_argument(f"--{name}-penalty", type=float, default=0.0)
     command.add_argument("--repetition-penalty", type=float, default=1.0)
-
-
-def _count(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _number_or_0(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _seed(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
-    """Return a whole number of at least `least` that fits in 63 bits."""
-    with suppress(ValueError):
-        if least <= (number := int(text)) < 2**63:
-            return number
-    raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text}")
-
-
-def _within(low: float, high: float, is_high_open: bool = True) -> Callable[[str], float]:
-    """Return a parser of numbers in an interval that excludes its lower end."""
-
-    def number(text: str) -> float:
-        with suppress(ValueError):
-            if low < (value := float(text)) < high or (value == high and not is_high_open):
-                return value
-        raise argparse.ArgumentTypeError(f"must be in ({low:g}, {high:g}{')' if is_high_open else ']'}, not {text}")
-
-    return number
 
 
 def _audit(parsed: argparse.Namespace) -> int:

@@ -19,10 +19,10 @@ from engine.audit.report import AuditVerdict, Report
 from engine.build import BadConfiguration
 from engine.core.types import ModelInfo
 from engine.core.validation import RequestRefused
-from engine.scheduler.slot_pool import IntegrityError
+from engine.scheduler.slot_allocator import IntegrityError
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.pretrained import load_tokenizer
-from server.assembly import tool_engine
+from server.adaptive_engine import tool_engine
 from server.cli.audit import AuditError, AuditFailed, probs_parameters
 from server.cli.audit_report import as_text
 from server.settings import Settings

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.core.tree import Expansion, parse_expansion
+from engine.core.tree import Expansion
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.weights import WeightsError
-from server.cli.bench_prompts import BENCH_PROMPTS, BenchError, read_prompts
+from server.cli.bench_prompts import BenchError, add_prompt_flags, read_prompts
+from server.cli.parser import number_within, positive_int, tree_shape
 from server.settings import SettingsError, load_settings
 
 _EXPANSIONS = [Expansion(4, 1, 0), Expansion(8, 1, 0), Expansion(2, 2, 3), Expansion(0, 3, 4)]
@@ -19,29 +20,14 @@ def add_bench_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     """Add `bench`: the verifiers and trees to compare, and the prompts."""
     command = subparsers.add_parser("bench", help="compare plain decoding with verifiers and expansions")
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, threads")
-    command.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help="YAML file: lists of user messages by kind")
-    command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to run; all of the file by default")
-    command.add_argument("--num-prompts", type=_count, default=4, help="prompts of each kind")
-    command.add_argument("--temperatures", nargs="+", type=_temperature, default=[0.0, 1.0])
-    command.add_argument("--expansions", nargs="+", type=parse_expansion, default=_EXPANSIONS, metavar="TREE")
+    add_prompt_flags(command, num_prompts=4)
+    command.add_argument("--temperatures", nargs="+", type=number_within(0.0, math.inf, "[)"), default=[0.0, 1.0])
+    command.add_argument("--expansions", nargs="+", type=tree_shape, default=_EXPANSIONS, metavar="TREE")
     command.add_argument("--verifiers", nargs="+", default=["traversal", "specinfer", "nss"], metavar="NAME")
-    command.add_argument("--max-tokens", type=_count, default=96, help="tokens generated for each prompt")
-    command.add_argument("--concurrency", type=_count, default=1, help="requests in the engine at a time")
-    command.add_argument("--rounds", type=_count, default=3, help="times everything is run, interleaved")
+    command.add_argument("--max-tokens", type=positive_int, default=96, help="tokens generated for each prompt")
+    command.add_argument("--concurrency", type=positive_int, default=1, help="requests in the engine at a time")
+    command.add_argument("--rounds", type=positive_int, default=3, help="times everything is run, interleaved")
     command.set_defaults(handler=_bench)
-
-
-def _count(text: str) -> int:
-    """Return a positive count; raise ValueError for any other text."""
-    if (count := int(text)) < 1:
-        raise ValueError(text)
-    return count
-
-
-def _temperature(text: str) -> float:
-    if not 0 <= (temperature := float(text)) < math.inf:
-        raise ValueError(text)
-    return temperature
 
 
 def _bench(parsed: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
-"""The prompts of `latebranch bench`: a YAML file of user messages by kind. Knows text only."""
+"""The prompts of `latebranch bench` and `audit`: a YAML file of user messages by kind. Knows text only."""
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import yaml
 
 from engine.utils.one_line import one_line
+from server.cli.parser import positive_int
 from server.settings import SHIPPED, or_shipped
 
 BENCH_PROMPTS = SHIPPED / "bench_prompts.yaml"
@@ -23,6 +25,13 @@ class Prompt:
 
     text: str
     prediction: str | None = None
+
+
+def add_prompt_flags(command: argparse.ArgumentParser, num_prompts: int) -> None:
+    """Add the flags that choose prompts, `num_prompts` of each kind by default."""
+    command.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help="YAML file: lists of user messages by kind")
+    command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to use; all of the file by default")
+    command.add_argument("--num-prompts", type=positive_int, default=num_prompts, help="prompts of each kind")
 
 
 def load_prompts(path: Path, kinds: Sequence[str], limit: int) -> dict[str, tuple[Prompt, ...]]:

@@ -12,7 +12,7 @@ from engine.core.validation import RequestRefused
 from engine.engine import Engine
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.pretrained import load_tokenizer
-from server.assembly import tool_engine
+from server.adaptive_engine import tool_engine
 from server.cli.bench_compare import BenchLoad, Result, cases_of, compare, table
 from server.cli.bench_prompts import BenchError
 from server.settings import Settings

@@ -18,7 +18,7 @@ from server.cli.settings_flags import add_settings_flags, given_flags, settings_
 from server.settings import ENV_PREFIX, Settings, SettingsError, or_shipped
 
 if TYPE_CHECKING:
-    from server.cli.doctor import Finding
+    from server.cli.doctor_checks import Finding
 
 
 def add_doctor_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -37,7 +37,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     except SettingsError as error:
         sys.stderr.write(f"latebranch doctor: {error}\n")
         return 2
-    from server.cli.doctor import Finding, Level, check_models, examine  # here, because it brings torch
+    from server.cli.doctor_checks import Finding, Level, check_models, examine  # here, because it brings torch
 
     findings = list(examine(settings.to_engine_config()))
     if parsed.check and not any(finding.level is Level.REFUSED for finding in findings):

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from engine.weights import WeightsError, resolve
+from server.cli.parser import positive_int
 
 
 def add_check_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -15,7 +16,7 @@ def add_check_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     drafter.add_argument("--draft-model", help="reference of a draft model's weights")
     drafter.add_argument("--lens", type=Path, metavar="FILE", help="lens of an early-exit drafter")
     drafter.add_argument("--head", type=Path, metavar="FILE", help="distilled head")
-    check.add_argument("--max-model-len", type=int, default=8192, help="longest text that is to be served, in tokens")
+    check.add_argument("--max-model-len", type=positive_int, default=8192, help="longest text that is to be served, in tokens")
     check.set_defaults(handler=_check)
 
 

@@ -11,6 +11,7 @@ import yaml
 from engine.weights import resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
 from engine.weights.pretrained import load_tokenizer
+from server.cli.parser import non_negative_int, positive_int
 from server.settings import SHIPPED
 from server.text.chat_ids import chat_ids
 
@@ -22,12 +23,12 @@ def add_fit_lens_command(commands: "argparse._SubParsersAction[argparse.Argument
     """Add `fit-lens`."""
     fit = commands.add_parser("fit-lens", help="fit an early-exit lens")
     fit.add_argument("--target", required=True, help="reference of the target's weights")
-    fit.add_argument("--layers", type=int, required=True, help="layers of the target that draft")
+    fit.add_argument("--layers", type=positive_int, required=True, help="layers of the target that draft")
     fit.add_argument("--out", type=Path, required=True, help="safetensors file to write")
-    fit.add_argument("--max-tokens", type=int, default=160, help="tokens the target writes for each prompt")
+    fit.add_argument("--max-tokens", type=positive_int, default=160, help="tokens the target writes for each prompt")
     fit.add_argument("--prompts", type=Path, default=_PROMPTS, help="YAML file of templates and topics")
-    fit.add_argument("--seed", type=int, default=0)
-    fit.add_argument("--threads", type=int, default=1, help="threads of torch")
+    fit.add_argument("--seed", type=non_negative_int, default=0)
+    fit.add_argument("--threads", type=positive_int, default=1, help="threads of torch")
     fit.set_defaults(handler=_fit_lens)
 
 

@@ -15,6 +15,7 @@ from engine.weights import WeightsError, resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
 from engine.weights.pretrained import load_tokenizer
 from server.cli.bench_prompts import BenchError, read_prompts
+from server.cli.parser import non_negative_int, positive_int
 from server.text.chat_ids import chat_ids
 
 if TYPE_CHECKING:
@@ -43,35 +44,37 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train.add_argument(
         "--weights", type=_weights, default={}, help="of kinds of prompts, where not the grammar's: code=20,prose=2"
     )
-    train.add_argument("--num-prompts", type=int, default=1536, help="texts to write")
-    train.add_argument("--max-tokens", type=int, default=192, help="tokens the target writes for each prompt")
-    train.add_argument("--batch", type=int, default=192, help="texts written at a time")
+    train.add_argument("--num-prompts", type=positive_int, default=1536, help="texts to write")
+    train.add_argument("--max-tokens", type=positive_int, default=192, help="tokens the target writes for each prompt")
+    train.add_argument("--batch", type=positive_int, default=192, help="texts written at a time")
     train.add_argument("--begin-with", type=Path, help="a head to go on with, on more texts: its sizes and its tokens stay")
     train.add_argument(
         "--kept-share", type=float, default=0.0, help="of the head to begin with, in the weights: what it knew is forgotten less"
     )
-    train.add_argument("--width", type=int, help="inner width of the head; default 576")
-    train.add_argument("--intermediate", type=int, help="width of its feed-forward layer; default 2304")
-    train.add_argument("--head-layers", type=int, help="its decoder layers; default 1")
+    train.add_argument("--width", type=positive_int, help="inner width of the head; default 576")
+    train.add_argument("--intermediate", type=positive_int, help="width of its feed-forward layer; default 2304")
+    train.add_argument("--head-layers", type=positive_int, help="its decoder layers; default 1")
     train.add_argument("--feature-layers", type=_numbers, help="counts of target layers whose output it reads; default thirds")
     train.add_argument(
         "--vocab",
-        type=int,
+        type=positive_int,
         help="tokens it can propose: the target's likeliest; default 8192, or those of the head to begin with",
     )
-    train.add_argument("--epochs", type=int, default=16)
+    train.add_argument("--epochs", type=positive_int, default=16)
     train.add_argument("--rate", type=float, default=0.01, help="highest learning rate of matrices, by Muon")
     train.add_argument(
         "--tokens-per-update",
-        type=int,
+        type=positive_int,
         help="of learning; by default those of a pass, of more whole passes are added up",
     )
-    train.add_argument("--tokens-per-pass", type=int, default=2000, help="of training, padding included; a GPU wants more")
+    train.add_argument(
+        "--tokens-per-pass", type=positive_int, default=2000, help="of training, padding included; a GPU wants more"
+    )
     train.add_argument(
         "--precision", choices=("float32", "bfloat16"), help="what training multiplies in; default bfloat16 where the device can"
     )
     train.add_argument("--refusal-weight", type=float, default=0.0, help="share of the refused mass in the loss at the end")
-    train.add_argument("--seed", type=int, default=1)
+    train.add_argument("--seed", type=non_negative_int, default=1)
     train.set_defaults(handler=_train)
 
 
@@ -82,9 +85,9 @@ def add_evaluate_command(commands: "argparse._SubParsersAction[argparse.Argument
     measure.add_argument("--head", type=Path, required=True)
     measure.add_argument("--prompts", type=Path, required=True, help="YAML file of prompts by kind")
     measure.add_argument("--kinds", nargs="*", default=[], help="of prompts; all of the file by default")
-    measure.add_argument("--max-tokens", type=int, default=96)
-    measure.add_argument("--steps", type=int, default=6, help="depth of the chains")
-    measure.add_argument("--seed", type=int, default=99)
+    measure.add_argument("--max-tokens", type=positive_int, default=96)
+    measure.add_argument("--steps", type=positive_int, default=6, help="depth of the chains")
+    measure.add_argument("--seed", type=non_negative_int, default=99)
     measure.set_defaults(handler=_evaluate)
 
 
@@ -93,20 +96,23 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     dtypes = ("float32", "bfloat16", "int8", "compact")
     parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="precision of the target's pass")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--threads", type=positive_int, default=2, help="threads of torch")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(positive_int(part) for part in text.split(","))
 
 
 def _weights(text: str) -> dict[str, int]:
-    return {kind: int(weight) for kind, weight in (part.split("=") for part in text.split(","))}
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(kind and mark for kind, mark, _ in pairs):
+        raise argparse.ArgumentTypeError(f"must be written like code=20,prose=2, not {text}")
+    return {kind: non_negative_int(weight) for kind, _, weight in pairs}
 
 
 def _train(parsed: argparse.Namespace) -> int:
     from engine.distill.corpus import Corpus, collect  # here, because torch is slow to import
-    from engine.distill.distil import distil, shape_for
+    from engine.distill.make_head import distil, shape_for
     from engine.distill.prompts import PromptGrammar, draw_in_turn
     from engine.distill.rows import require_plain_output
     from engine.distill.trainer import TrainingPlan
@@ -229,7 +235,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     from engine.distill.corpus import generate_texts
     from engine.distill.evaluation import evaluate
     from engine.draft.models.compatibility import UnreadableDrafter
-    from engine.model.linears import weight_of
+    from engine.model.linear_backends import weight_of
 
     try:
         folder = resolve(parsed.target).folder
@@ -268,7 +274,7 @@ def _load(parsed: argparse.Namespace, folder: Path) -> "CausalModel":
     import torch
 
     from engine.model.causal_lm import load_model
-    from engine.model.linears import fastest_linears
+    from engine.model.linear_backends import fastest_linears
 
     torch.set_num_threads(parsed.threads)
     device = torch.device(parsed.device)

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from engine.core.refusal import Refusal
-from engine.worker.template import start_template
+from engine.worker.fork_template import start_template
 from server.cli.parser import Parser
 from server.launch import TEMPLATE
 

@@ -6,6 +6,7 @@ drafting are stored with them.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from server.cli.bench_prompts import BenchError, read_prompts
+from server.cli.parser import non_negative_int, number_within, positive_int
 from server.settings import SHIPPED_DRAFTERS, Settings, SettingsError, load_settings
 from server.text.chat_ids import chat_ids
 
@@ -44,13 +46,15 @@ def add_collect_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
     )
     collect.add_argument("--prompts", type=Path, help="YAML file of prompts by kind, in place of the grammar's")
     collect.add_argument("--kinds", nargs="*", default=[], help="of prompts; all of them by default")
-    collect.add_argument("--num-prompts", type=int, default=24, help="of each kind, at most")
+    collect.add_argument("--num-prompts", type=positive_int, default=24, help="of each kind, at most")
     collect.add_argument("--verifiers", nargs="*", default=[], help="verifiers to measure besides the configured one")
-    collect.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
-    collect.add_argument("--max-tokens", type=int, default=128, help="tokens the target writes after a prompt")
-    collect.add_argument("--stride", type=int, default=16, help="tokens between two roots")
-    collect.add_argument("--trees", type=int, default=4, help="sampled trees per root")
-    collect.add_argument("--seed", type=int, default=7, help="of prompts and texts; not that of the head's own training")
+    collect.add_argument("--temperatures", nargs="+", type=number_within(0.0, math.inf, "[)"), default=[0.0, 0.7, 1.0])
+    collect.add_argument("--max-tokens", type=positive_int, default=128, help="tokens the target writes after a prompt")
+    collect.add_argument("--stride", type=positive_int, default=16, help="tokens between two roots")
+    collect.add_argument("--trees", type=positive_int, default=4, help="sampled trees per root")
+    collect.add_argument(
+        "--seed", type=non_negative_int, default=7, help="of prompts and texts; not that of the head's own training"
+    )
     collect.set_defaults(handler=_collect)
 
 

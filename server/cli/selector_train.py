@@ -7,6 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from server.cli.parser import non_negative_int, positive_int
+
 if TYPE_CHECKING:
     from selector.network.examples import Examples
     from selector.network.replay import Array
@@ -20,12 +22,12 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     # A plan option that is not given keeps its default (selector.network.train).
     plan = train.add_argument_group("plan", argument_default=argparse.SUPPRESS)
     plan.add_argument("--objective", choices=["tokens", "policy"], help="predict tokens, or choose as the paper's selector does")
-    plan.add_argument("--epochs", dest="max_epochs", metavar="EPOCHS", type=int, help="at most")
-    plan.add_argument("--patience", type=int, help="epochs without a gain, after which it ends")
-    plan.add_argument("--batch", type=int, help="examples of an update")
+    plan.add_argument("--epochs", dest="max_epochs", metavar="EPOCHS", type=positive_int, help="at most")
+    plan.add_argument("--patience", type=positive_int, help="epochs without a gain, after which it ends")
+    plan.add_argument("--batch", type=positive_int, help="examples of an update")
     plan.add_argument("--rate", type=float, help="learning rate")
     plan.add_argument("--shortfall-weight", type=float, help="objective policy: of the worst examples in the loss")
-    plan.add_argument("--seed", type=int, help="of the split of the prompts, and of the network")
+    plan.add_argument("--seed", type=non_negative_int, help="of the split of the prompts, and of the network")
     train.set_defaults(handler=_train)
 
 

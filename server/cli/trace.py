@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from engine.trace.records import TraceError, read_trace
 from engine.weights import WeightsError, resolve
 from engine.weights.pretrained import load_tokenizer
+from server.cli.parser import positive_int
 from server.cli.trace_view import ShownStep, Spell, lines_of, shown_steps, spelt_as_ids
 
 if TYPE_CHECKING:
@@ -35,15 +36,9 @@ def _command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", na
     command = commands.add_parser(name, help=meaning)
     command.add_argument("file", type=Path, metavar="FILE", help="the file that the setting trace_file names")
     command.add_argument("--request", metavar="ID", help="only the rows of this request, and the steps it has rows in")
-    command.add_argument("--last", type=_positive, metavar="N", help="only the last N of these steps")
+    command.add_argument("--last", type=positive_int, metavar="N", help="only the last N of these steps")
     command.add_argument("--model", metavar="NAME", help="text instead of token ids, by the tokenizer of these weights")
     return command
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"it must be a number of at least 1, not {text!r}")
-    return int(text)
 
 
 def _view(parsed: argparse.Namespace) -> int:

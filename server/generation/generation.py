@@ -13,8 +13,8 @@ from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
 from server.generation.sample import AcceptanceCounts, Choice, Piece
 from server.http.errors import ApiError, GenerationFailed, InvalidRequest, Overloaded, as_api_error
 from server.http.rate_limits import current_spender
+from server.http.request_trace import SampleTimes, current_trace
 from server.http.time_limits import TimeLimits
-from server.http.tracing import SampleTimes, current_trace
 from server.metrics.requests import RequestMeter, SampleMeter
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from server.tool_calls.reader import ReadText
+from server.text.parsed_text import ReadText
 
 
 class LineLimits:

@@ -16,9 +16,9 @@ from server.reasoning.reader import ReasoningReader
 from server.schemas.trace import StepTrace
 from server.text.codec import TokenText
 from server.text.detokenizer import Detokenizer
+from server.text.parsed_text import CallPiece, CallReader, PlainReader, ReadText, merged
 from server.text.stop_strings import StopFinder
 from server.text.token_entry import TokenEntry, entry_of
-from server.tool_calls.reader import CallPiece, CallReader, PlainReader, ReadText, merged
 
 
 @dataclass(frozen=True, slots=True)

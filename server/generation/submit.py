@@ -21,18 +21,18 @@ from server.generation.encoding import (
 from server.generation.generation import Generation, Sample
 from server.generation.prompt_echo import EchoOptions, PromptEcho
 from server.generation.sample import Choice
-from server.generation.sampling import require_distribution, sampling_of
+from server.generation.sampling_fields import require_distribution, sampling_of
 from server.http.auth import cache_salt_of
 from server.http.errors import ContextTooLong, InvalidRequest
-from server.reasoning.use import NO_REASONING, NUM_END_IDS, ReasoningUse, reasoning_use
+from server.reasoning.request_reasoning import NO_REASONING, NUM_END_IDS, ReasoningUse, reasoning_use
 from server.runtime import Runtime
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import CompletionRequest
 from server.schemas.infill import FillRequest, InfillRequest
 from server.schemas.speculative import SpeculativeOptions
-from server.tool_calls.reader import CallReader
-from server.tool_calls.use import NO_TOOLS, ToolUse, tool_use
+from server.text.parsed_text import CallReader
+from server.tool_calls.request_tools import NO_TOOLS, ToolUse, tool_use
 
 _MAX_PROMPT_SCORES = 1 << 15  # log-probabilities of prompt tokens in one answer: writing them blocks the event loop
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions

@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.http.tracing import SampleTimes, current_trace
+from server.http.request_trace import SampleTimes, current_trace
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",

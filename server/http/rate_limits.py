@@ -6,17 +6,29 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.auth import key_digest_of, key_name_of
 from server.http.errors import TooManyRequests
-from server.metrics.keys import KeyMetrics
 
 RATE_HEADERS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
 _ONE = 1.0 - 1e-9  # a client that waits for the reported time has this much left, by rounding
 _RETRY_S = 1.0  # reported if a running request must end first: its end is unknown
+
+
+class KeyCounter(Protocol):
+    """Counts the requests and tokens of each key by its name: server.metrics.keys."""
+
+    def count_request(self, key: str) -> None:
+        """Count one request."""
+        ...
+
+    def count_tokens(self, key: str, num_prompt_tokens: int, num_generated_tokens: int) -> None:
+        """Count tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +122,7 @@ class Spender:
 
     name: str
     account: Account
-    metrics: KeyMetrics
+    metrics: KeyCounter
     clock: Callable[[], float]
 
     def spend(self, num_prompt_tokens: int = 0, num_generated_tokens: int = 0) -> None:
@@ -129,7 +141,7 @@ class RateLimiter:
         self,
         app: ASGIApp,
         limits: RateLimits,
-        metrics: KeyMetrics,
+        metrics: KeyCounter,
         on_refusal: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

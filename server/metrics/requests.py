@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from engine.core.types import ErrorCode, FinishReason, TokenEvent
+from server.http.request_trace import SampleTimes
 from server.http.time_limits import DEADLINE_EXCEEDED, FIRST_TOKEN_LATE
-from server.http.tracing import SampleTimes
 from server.metrics.constructors import (
     FIRST_TOKEN_BUCKETS,
     REQUEST_BUCKETS,

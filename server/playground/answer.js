@@ -1,5 +1,5 @@
 // One answer as it came: its tokens coloured by step and part, its numbers, a step to look at and that step's tree.
-// Knows steps as the trace tells of them. Does not know where they come from.
+// Knows steps as the trace reports them. Does not know where they come from.
 
 import { PART_NAMES, drawTree, percent, spelled } from "./tree.js";
 
@@ -43,7 +43,7 @@ export class Answer {
     this.show(Math.max(0, Math.min(at, last)));
   }
 
-  // Adds a step that has come; while nobody looks back, it is the one that is shown.
+  // Adds a new step. It is shown, unless an earlier one was selected.
   add(step) {
     this.steps.push(step);
     this.text.append(this.#spans(step, this.steps.length - 1));
@@ -96,16 +96,16 @@ export class Answer {
     this.scrubber.value = String(at + 1);
     const step = this.steps[at];
     const detail = this.place("detail");
-    this.stage.replaceChildren(drawTree(step, (node) => tell(detail, step, node)));
+    this.stage.replaceChildren(drawTree(step, (node) => describe(detail, step, node)));
     this.#title();
-    tell(detail, step, null);
+    describe(detail, step, null);
   }
 
-  // Shows the step that brought most, of those the largest tree, once all have come, unless somebody looks at another.
+  // Shows the step with the most tokens, of those the largest tree, after the last one, unless another is selected.
   rest() {
     if (!this.stage || !this.follows || !this.steps.length) return;
-    const worth = (step) => 1000 * step.num_emitted + step.nodes.length;
-    this.#look(this.steps.reduce((best, step, at) => (worth(step) > worth(this.steps[best]) ? at : best), 0));
+    const value = (step) => 1000 * step.num_emitted + step.nodes.length;
+    this.#look(this.steps.reduce((best, step, at) => (value(step) > value(this.steps[best]) ? at : best), 0));
   }
 
   #title() {
@@ -116,8 +116,8 @@ export class Answer {
   }
 }
 
-// Says in `place` what the node that is looked at is, or what the step did.
-export function tell(place, step, node) {
+// Describes in `place` the selected node, or the step.
+export function describe(place, step, node) {
   if (node === null) {
     place.replaceChildren(made("span", "", outcome(step)), made("span", "muted", circumstances(step)));
     return;
@@ -132,7 +132,7 @@ export function tell(place, step, node) {
 function outcome(step) {
   const drafted = step.nodes.length - 1;
   const accepted = step.nodes.filter((node) => node.accepted).length - 1;
-  if (drafted === 0) return "Nothing was drafted: the model said one token.";
+  if (drafted === 0) return "Nothing was drafted: the model chose one token.";
   const words = `${accepted} of ${drafted} drafted tokens accepted`;
   return `${words}, one more from the model: ${accepted + 1} ${accepted ? "tokens" : "token"} in one pass.`;
 }

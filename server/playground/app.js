@@ -1,10 +1,10 @@
-// The playground: a form becomes a request, its stream an answer; a second request without speculation stands beside.
+// The playground: a form becomes a request, its stream an answer; a second request without speculation is shown beside it.
 
-import { Answer, tell } from "./answer.js";
+import { Answer, describe } from "./answer.js";
 import { ApiError, servedModel, streamed } from "./stream.js";
 import { drawTree } from "./tree.js";
 
-const form = document.querySelector("#ask");
+const form = document.querySelector("#request");
 const fields = form.elements;
 const turns = document.querySelector("#turns");
 const notice = document.querySelector("#notice");
@@ -12,7 +12,7 @@ const verdict = document.querySelector("#verdict");
 const sides = { drafted: document.querySelector("#drafted"), plain: document.querySelector("#plain") };
 const blank = { drafted: document.querySelector("#with-tree"), plain: document.querySelector("#without-tree") };
 
-const isNarrow = matchMedia("(max-width: 860px)"); // the answer lies below the form
+const isNarrow = matchMedia("(max-width: 860px)"); // the answer is below the form
 
 let model = null;
 let running = null;
@@ -33,7 +33,7 @@ function explain(error) {
   if (error instanceof ApiError && error.status === 401) {
     document.querySelector("#key-field").hidden = false;
     fields.key.focus();
-    notice.textContent = fields.key.value ? "This key does not open the server." : "This server asks for an API key.";
+    notice.textContent = fields.key.value ? "This key does not open the server." : "This server requires an API key.";
     return;
   }
   notice.textContent = error.message;
@@ -84,7 +84,7 @@ async function generate(side, path, body, signal) {
   return { text, answer };
 }
 
-async function ask() {
+async function send() {
   const [path, body] = request();
   running = new AbortController();
   notice.textContent = verdict.textContent = "";
@@ -112,7 +112,7 @@ function compare(drafted, plain, body) {
   const speed = Number.isFinite(ratio) ? `, ${ratio.toFixed(2)}× the speed` : "";
   const isSame = drafted.text === plain.text;
   const isFixed = body.seed !== undefined || body.temperature === 0;
-  const words = isSame ? "The same text, token for token" : isFixed ? "The texts differ" : "Two draws from the same law: set a seed to get one text";
+  const words = isSame ? "The same text, token for token" : isFixed ? "The texts differ" : "Two draws from the same distribution: set a seed to get one text";
   verdict.textContent = `${words}: ${steps}${speed}.`;
   verdict.className = isSame ? "same" : "other";
 }
@@ -136,14 +136,14 @@ function forget() {
   document.querySelector("#conversation").hidden = true;
 }
 
-// Draws a recorded step, for who has not asked anything yet.
+// Draws a recorded step before the first request.
 async function drawExample() {
   const answer = await fetch("playground/example.json");
   if (!answer.ok) return;
   const step = await answer.json();
   const detail = document.querySelector("#example-detail");
-  document.querySelector("#example").replaceChildren(drawTree(step, (node) => tell(detail, step, node)));
-  tell(detail, step, null);
+  document.querySelector("#example").replaceChildren(drawTree(step, (node) => describe(detail, step, node)));
+  describe(detail, step, null);
 }
 
 // Shows the fields that the others leave a choice in.
@@ -161,7 +161,7 @@ form.addEventListener("submit", async (event) => {
   event.preventDefault();
   if (running) return running.abort();
   if (model === null) await findModel();
-  if (model !== null) await ask();
+  if (model !== null) await send();
 });
 form.addEventListener("change", settle);
 fields.prompt.addEventListener("keydown", (event) => {

@@ -17,7 +17,7 @@ export async function servedModel(key) {
   return (await answer.json()).data[0].id;
 }
 
-// Yields { text, step } for each chunk of the stream; step is missing where a chunk tells of none.
+// Yields { text, step } for each chunk of the stream; step is missing in a chunk without one.
 export async function* streamed(path, body, key, signal) {
   const headers = { "Content-Type": "application/json", ...headersOf(key) };
   const answer = await checked(await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal }));

@@ -1,4 +1,4 @@
-// Draws one step's tree as SVG. Knows a step as the trace tells of it; does not know streams or pages.
+// Draws one step's tree as SVG. Knows a step as the trace reports it; does not know streams or pages.
 //
 // The accepted path runs straight along the top, the extra token at its end; rejected branches hang below. Arrow keys walk the
 // tree: only one node is a tab stop at a time.
@@ -17,7 +17,7 @@ export const PART_NAMES = {
   root: "last token so far",
   trunk: "trunk",
   branch: "branch",
-  cached: "text said before",
+  cached: "earlier text",
   prediction: "prediction",
   extra: "the model's own token",
 };
@@ -73,7 +73,7 @@ function shortened(text) {
   return text.length > MOST_LETTERS ? `${text.slice(0, MOST_LETTERS - 1)}…` : text;
 }
 
-// One node in a sentence, for those who cannot see the drawing.
+// One node in a sentence, for screen readers.
 export function sentence(node) {
   const words = [`“${node.text}”`, PART_NAMES[node.part]];
   if (node.draft_prob !== undefined && node.draft_prob !== null) words.push(`draft ${percent(node.draft_prob)}`);
@@ -82,7 +82,7 @@ export function sentence(node) {
   return words.join(", ");
 }
 
-// Returns the drawing; `onNode` is told of the node that is looked at, null when none is.
+// Returns the drawing; `onNode` receives the selected node, or null.
 export function drawTree(step, onNode) {
   const { nodes, width, height } = placed(step);
   const svg = svgElement("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", class: "tree" });
@@ -142,11 +142,11 @@ function shapeOf(node) {
   if (node.part !== "root") {
     const length = node.width - 2 * PAD;
     const bars = node.part === "extra" ? ["target"] : ["draft", "target"];
-    for (const [at, law] of bars.entries()) {
+    for (const [at, kind] of bars.entries()) {
       const y = node.y + HEIGHT - 9.5 + 4 * at;
       group.append(svgElement("rect", { x: node.x + PAD, y, width: length, height: 2.5, rx: 1.25, class: "rail" }));
-      const share = Math.max(0, Math.min(1, node[`${law}_prob`] ?? 0));
-      group.append(svgElement("rect", { x: node.x + PAD, y, width: length * share, height: 2.5, rx: 1.25, class: `bar ${law}` }));
+      const share = Math.max(0, Math.min(1, node[`${kind}_prob`] ?? 0));
+      group.append(svgElement("rect", { x: node.x + PAD, y, width: length * share, height: 2.5, rx: 1.25, class: `bar ${kind}` }));
     }
   }
   return group;

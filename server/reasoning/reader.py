@@ -13,7 +13,7 @@ two line breaks behind the block; a grammar that begins there needs the rest unc
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.tool_calls.reader import CallReader, ReadText
+from server.text.parsed_text import CallReader, ReadText
 
 _SPACE = " \t\r\n"
 _MAX_BREAKS = 2

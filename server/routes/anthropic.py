@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from engine.core.types import group_of
-from server.formats.anthropic import MessagesFormat
+from server.answer_formats.anthropic import MessagesFormat
 from server.generation.anthropic_chat import TranslatedChat, translated
 from server.generation.encoding import encoded_chat, require_served
 from server.generation.generation import Generation
@@ -18,11 +18,11 @@ from server.http.errors import InvalidRequest
 from server.http.request_log import log_request
 from server.routes.common import ERRORS, runtime_of, unless_gone
 from server.routes.generation import ALSO_A_STREAM, generated_response
-from server.routes.strict import StrictRequest, StrictRoute
+from server.routes.json_bodies import StrictRequest, StrictRoute
 from server.runtime import Runtime
 from server.schemas.answer import MessagesError
 from server.schemas.anthropic import CountRequest, MessagesAnswer, MessagesRequest, TokenCount
-from server.tool_calls.use import require_shown
+from server.tool_calls.request_tools import require_shown
 
 router = APIRouter(prefix="/v1/messages", route_class=StrictRoute, tags=["generation"])
 

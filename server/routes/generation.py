@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from server.formats.chat import ChatFormat
-from server.formats.common import AnswerOptions, Format, joined, streamed
-from server.formats.completion import CompletionFormat
+from server.answer_formats.chat import ChatFormat
+from server.answer_formats.common import AnswerOptions, Format, joined, streamed
+from server.answer_formats.completion import CompletionFormat
 from server.generation.best_of import best_of
 from server.generation.generation import Generation
 from server.generation.submit import chat_generation, completion_generation
@@ -20,7 +20,7 @@ from server.http.errors import InvalidRequest
 from server.http.request_log import log_request
 from server.http.streaming import EventStream
 from server.routes.common import ERRORS, runtime_of, unless_gone
-from server.routes.strict import StrictRoute
+from server.routes.json_bodies import StrictRoute
 from server.schemas.chat import ChatCompletion, ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import Completion, CompletionRequest

@@ -5,7 +5,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.formats.infill import InfillFormat
+from server.answer_formats.infill import InfillFormat
 from server.generation.encoding import longest_text
 from server.generation.line_limits import LineLimits
 from server.generation.submit import infill_generation
@@ -13,7 +13,7 @@ from server.http.auth import tenant_of
 from server.http.request_log import log_request
 from server.routes.common import ERRORS, runtime_of, unless_gone
 from server.routes.generation import ALSO_A_STREAM, generated_response
-from server.routes.strict import StrictRoute
+from server.routes.json_bodies import StrictRoute
 from server.schemas.infill import InfillAnswer, InfillRequest
 
 router = APIRouter(route_class=StrictRoute, tags=["generation"])

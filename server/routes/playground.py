@@ -3,11 +3,15 @@
 They need no API key: the page has a field for one, and sends it with its API requests. Nothing is loaded from other sites.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+
+from engine.core.tree import TREE_NAMES
+from engine.core.verifier_table import VERIFIER_NAMES
 
 router = APIRouter(include_in_schema=False)
 
@@ -21,6 +25,19 @@ _MEDIA_TYPES = {
 }
 _NAMES = ("index.html", "style.css", "app.js", "answer.js", "tree.js", "stream.js", "example.json", "mark.svg")
 _FILES = {name: (FOLDER / name).read_bytes() for name in _NAMES}
+
+
+def _options(names: Sequence[str], selected: str = "") -> bytes:
+    """Return the options of a select."""
+    marks = {selected: " selected"}
+    return "\n".join(f'<option value="{name}"{marks.get(name, "")}>{name.replace("_", " ")}</option>' for name in names).encode()
+
+
+_FILES["index.html"] = (
+    _FILES["index.html"]
+    .replace(b"<!-- trees -->", _options(TREE_NAMES, selected=TREE_NAMES[0]))
+    .replace(b"<!-- verifiers -->", _options(VERIFIER_NAMES))
+)
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

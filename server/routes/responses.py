@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from engine.core.service import EngineError
-from server.formats.responses import ResponsesFormat
+from server.answer_formats.responses import ResponsesFormat
 from server.generation.generation import Generation
 from server.generation.sample import Piece
 from server.generation.submit import chat_generation
@@ -18,14 +18,14 @@ from server.http.auth import owner_of, tenant_of
 from server.http.errors import ApiError, InvalidRequest, UnknownResponse, as_api_error
 from server.http.request_log import log_request
 from server.http.streaming import EventStream
-from server.responses.conversation import Conversation, items_of
-from server.responses.store import ResponseStore, StoredResponse
 from server.routes.common import ERRORS, runtime_of, unless_gone
 from server.routes.generation import ALSO_A_STREAM
-from server.routes.strict import StrictRequest, StrictRoute
+from server.routes.json_bodies import StrictRequest, StrictRoute
 from server.schemas.messages import MAX_MESSAGES
 from server.schemas.responses import ResponsesRequest
 from server.schemas.responses_answer import DeletedResponse, InputItems, ResponsesAnswer, ResponsesEvent
+from server.stored_responses.conversation import Conversation, items_of
+from server.stored_responses.store import ResponseStore, StoredResponse
 
 log = logging.getLogger(__name__)
 

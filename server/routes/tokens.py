@@ -9,11 +9,11 @@ from server.generation.encoding import encoded, encoded_chat, encoded_text, long
 from server.http.auth import tenant_of
 from server.http.errors import InvalidRequest
 from server.routes.common import ERRORS, runtime_of, unless_gone
-from server.routes.strict import StrictRoute
+from server.routes.json_bodies import StrictRoute
 from server.runtime import Runtime
 from server.schemas.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from server.text.tokenizer_info import TokenizerInfo
-from server.tool_calls.use import require_shown
+from server.tool_calls.request_tools import require_shown
 
 router = APIRouter(tags=["tokenizer"])
 _bodies = APIRouter(route_class=StrictRoute, tags=["tokenizer"])

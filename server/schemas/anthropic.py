@@ -9,7 +9,7 @@ from pydantic.json_schema import SkipJsonSchema
 from server.schemas.common import MAX_STOP_STRINGS, CacheSalt, StopString
 from server.schemas.messages import MAX_MESSAGES
 from server.schemas.speculative import SpeculativeOptions
-from server.schemas.strict import MAX_INTEGER, Description, Name, Neutral, Strict, misfit
+from server.schemas.strict_model import MAX_INTEGER, Description, Name, Neutral, Strict, misfit
 from server.schemas.tools import MAX_TOOLS
 
 MAX_BLOCKS = 4096  # of one message

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_LOGPROBS, GenerationRequest
 from server.schemas.messages import Messages, TemplateOptions
-from server.schemas.strict import MAX_INTEGER, Ignored, Name, misfit
+from server.schemas.strict_model import MAX_INTEGER, Ignored, Name, misfit
 from server.schemas.tools import (
     AnswerCall,
     AnswerFunction,

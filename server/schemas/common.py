@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from engine.core.sampling_limits import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from engine.core.types import Grammar
 from server.schemas.speculative import SpeculativeOptions
-from server.schemas.strict import MAX_INTEGER, Name, Strict, misfit
+from server.schemas.strict_model import MAX_INTEGER, Name, Strict, misfit
 from server.schemas.structured import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 1024  # upper bound of the setting max_choices

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest, TokenId
-from server.schemas.strict import MAX_INTEGER, misfit
+from server.schemas.strict_model import MAX_INTEGER, misfit
 from server.schemas.trace import StepTrace
 
 Prompt = str | list[int]

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.schemas.common import MAX_STOP_STRINGS, CacheSalt, GenerationRequest, StopString, StreamUsage
 from server.schemas.speculative import SpeculativeOptions
-from server.schemas.strict import MAX_INTEGER, Name, Neutral, Strict, misfit
+from server.schemas.strict_model import MAX_INTEGER, Name, Neutral, Strict, misfit
 
 MAX_FILES = 1024
 MAX_RESPONSE_FIELDS = 64

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from server.schemas.common import TextParts
-from server.schemas.strict import Ignored, Name, Neutral, Strict, misfit
+from server.schemas.strict_model import Ignored, Name, Neutral, Strict, misfit
 from server.schemas.tools import MAX_CALLS, FunctionCall, ToolCall, Tools
 from server.text.codec import ChatForm
 

@@ -10,7 +10,7 @@ from server.schemas.common import MAX_LOGPROBS, CacheSalt, require_stream
 from server.schemas.messages import MAX_MESSAGES
 from server.schemas.responses_items import FORM, NO_VALUE, Item, UnknownForm, form_of, refused_type
 from server.schemas.speculative import SpeculativeOptions
-from server.schemas.strict import MAX_INTEGER, Description, Name, Neutral, Strict, misfit
+from server.schemas.strict_model import MAX_INTEGER, Description, Name, Neutral, Strict, misfit
 from server.schemas.structured import JsonSchema
 from server.schemas.tools import MAX_TOOLS, FunctionDefinition, FunctionName, Tool
 

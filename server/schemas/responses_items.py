@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from server.schemas.common import MAX_PARTS
-from server.schemas.strict import Name, Neutral, Strict
+from server.schemas.strict_model import Name, Neutral, Strict
 from server.schemas.tools import FunctionCall
 
 FORM = "form-"  # begins the tags of unions, which error messages leave out

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from engine.core.tree import DEFAULT_BRANCHES, DEFAULT_DEPTH, DEFAULT_NODES, DEFAULT_SHAPE, DELAYED_TREES, Expansion, TreeName
 from engine.core.types import Speculation
 from engine.core.verifier_table import InexactPairError, VerifierName, require_exact
-from server.schemas.strict import MAX_INTEGER, Strict, misfit
+from server.schemas.strict_model import MAX_INTEGER, Strict, misfit
 
 
 class SpeculativeOptions(Strict):

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from engine.core.sampling_limits import MAX_GRAMMAR_CHARS
 from engine.core.types import Grammar, GrammarKind
 from server.schemas.exact_json import exactly_dumped, exactly_parsed
-from server.schemas.strict import Description, Strict, misfit
+from server.schemas.strict_model import Description, Strict, misfit
 
 MAX_STRINGS = 1024
 _GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from server.schemas.common import TokenId
 from server.schemas.messages import Messages, TemplateOptions
-from server.schemas.strict import Name, Strict, misfit
+from server.schemas.strict_model import Name, Strict, misfit
 
 
 class TokenizeRequest(TemplateOptions):

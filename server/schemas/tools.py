@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, StringConstraints
 from pydantic_core import from_json
 
 from server.schemas.exact_json import rounded
-from server.schemas.strict import MAX_INTEGER, Description, Name, Strict, misfit
+from server.schemas.strict_model import MAX_INTEGER, Description, Name, Strict, misfit
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message

@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from server.text.parsed_text import CallPiece, ReadText, merged
 from server.tool_calls.arguments import ArgumentsReader, Schema
 from server.tool_calls.json_end import JsonEnd
 from server.tool_calls.patterns import compiled
-from server.tool_calls.reader import CallPiece, ReadText, merged
 
 _SPACE = " \t\r\n"
 _OTHER_FIELDS = {"id", "type"}  # of a call, beside its name and arguments

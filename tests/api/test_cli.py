@@ -77,7 +77,7 @@ def test_the_template_starts_unless_it_is_disabled(
     monkeypatch.setattr("server.cli.main.start_template", started.append)
     monkeypatch.chdir(Path(__file__).parents[2])
     assert server.cli.main.main(arguments) == 0
-    assert started == ["server.template"] * num_started
+    assert started == ["server.worker_imports"] * num_started
 
 
 def test_every_setting_is_in_one_group():
@@ -119,6 +119,32 @@ def test_misspelt_settings_have_a_suggestion(
     monkeypatch.setenv("LATEBRANCH_MODLE", "x")
     assert server.cli.main.main(["serve"]) == 2
     assert "did you mean LATEBRANCH_MODEL?" in capsys.readouterr().err
+
+
+TRAIN = ["drafter", "train", "--target", "t", "--work", "w", "--out", "o"]
+WRONG_VALUES = [
+    (["bench", "--rounds", "0"], "--rounds: must be a whole number of at least 1, not 0"),
+    (["bench", "--temperatures", "-1"], "--temperatures: must be in [0, inf), not -1"),
+    (["audit", "--expansions", "9x"], "--expansions: an expansion is written like 4.1.0"),
+    (["audit", "--min-p", "x"], "--min-p: must be a number, not 'x'"),
+    ([*TRAIN, "--epochs", "1.5"], "--epochs: must be a whole number of at least 1, not 1.5"),
+    ([*TRAIN, "--weights", "code"], "--weights: must be written like code=20,prose=2, not code"),
+    ([*TRAIN, "--feature-layers", "1,x"], "--feature-layers: must be a whole number of at least 1, not x"),
+    (["selector", "collect", "--seed", "-1"], "--seed: must be a whole number of at least 0, not -1"),
+    (["selector", "train", "--epochs", "0"], "--epochs: must be a whole number of at least 1, not 0"),
+    (["trace", "view", "f", "--last", "0"], "--last: must be a whole number of at least 1, not 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG_VALUES)
+def test_wrong_values_are_explained(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    """The bug: a wrong number was an `invalid _count value`, and a tree an `invalid parse_expansion value`."""
+    with pytest.raises(SystemExit) as exited:
+        server.cli.main.main(arguments)
+    error = capsys.readouterr().err
+    assert exited.value.code == 2
+    assert words in error
+    assert error.count("\n") == 1
 
 
 def test_a_word_like_no_other_has_no_suggestion(served: list[Settings], capsys: pytest.CaptureFixture[str]):

@@ -100,7 +100,7 @@ def test_it_is_walked_by_keyboard(answered: Page) -> None:
     answered.locator("svg.tree .node").first.focus()
     answered.keyboard.press("ArrowRight")
     focused = answered.locator("svg.tree .node:focus")
-    assert re.search(r"(trunk|branch|own token|said before)", focused.get_attribute("aria-label") or "")
+    assert re.search(r"(trunk|branch|own token|earlier text)", focused.get_attribute("aria-label") or "")
     expect(answered.locator("[data-place=detail]")).to_contain_text(re.compile(r"model \d"))
     assert answered.locator("svg.tree .node[tabindex='0']").count() == 1
     answered.keyboard.press("ArrowLeft")

@@ -7,8 +7,8 @@ import httpx
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from tests.api.test_messages import TIME, WEATHER, events_of, written
-from tests.api.test_messages_refused import AGENT, BETAS
+from tests.api.answer_formats.test_messages import TIME, WEATHER, events_of, written
+from tests.api.answer_formats.test_messages_refused import AGENT, BETAS
 from tests.conformance.served import MODEL, PATIENCE_S, app_of, real_engine, served
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import calling

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.core.tree import TreeKind
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.verify import dispatch as judge
-from server.formats import completion
+from server.answer_formats import completion
 from tests.api.harness import data_of
 from tests.conformance.served import MODEL, VOCAB_SIZE, app_of, real_engine, served, target_module
 
@@ -198,8 +198,8 @@ _LOGPROBS_OF, _LOGPROBS, _CHUNKS = judge.logprobs_of, completion._logprobs, comp
     ("where", "mutant"),
     [
         ("engine.engine.logprobs_of", told_after_temperature),
-        ("server.formats.completion._logprobs", offsets_begin_anew),
-        ("server.formats.completion.CompletionFormat.chunks", last_piece_forgotten),
+        ("server.answer_formats.completion._logprobs", offsets_begin_anew),
+        ("server.answer_formats.completion.CompletionFormat.chunks", last_piece_forgotten),
     ],
 )
 def test_one_request_kills(where: str, mutant: Any, monkeypatch: pytest.MonkeyPatch):

@@ -20,7 +20,7 @@ from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.early_exit import Lens, early_exit_drafter
 from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, load_model
 from engine.model.target import Target
 from engine.verify import coupled

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from tests.conformance.folder import served_folder
-from tests.e2e.growth import worker_of
 from tests.e2e.server import RunningServer, running_server, sse
+from tests.stress.growth import worker_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 
 
 @pytest.fixture(autouse=True)

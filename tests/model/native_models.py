@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from engine.attention.packing import pack
 from engine.attention.segments import chain_segment
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, adopt, weights_dtype
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.native import library
 from engine.testing import tiny_module
 from tests.model.passes import CPU, SceneRow, node_logits

@@ -13,10 +13,11 @@ from torch import Tensor
 from engine.attention.packing import Segment, pack
 from engine.attention.paged.attention import Attend
 from engine.attention.paged.table import PagedBatch, Shape, TableColumns, table_of
+from engine.attention.scoring import Scoring
 from engine.attention.segments import chain_segment, level_segment, tree_segment
 from engine.attention.tree_attention import GatheredAttention
 from engine.core.tree import TokenTree
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from tests.model.passes import CPU
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -34,6 +35,11 @@ class Heads:
     value_size: int = 64
     window: int | None = None
     softcap: float | None = None
+
+    @property
+    def scoring(self) -> Scoring:
+        """How scores are made."""
+        return Scoring(self.size**-0.5, self.window, self.softcap)
 
 
 def random_tree(rng: random.Random, num_nodes: int) -> TokenTree:
@@ -103,7 +109,7 @@ def inputs(num_tokens: int, heads: Heads, dtype: torch.dtype = torch.float32, nu
 
 def by(attend: Attend, given: Inputs, batch: PagedBatch, heads: Heads) -> Tensor:
     """Return what an attention over tables makes of it, float32 on the processor."""
-    out = attend(*(given.query_THGK, given.keys_SHK, given.values_SHV, batch), heads.size**-0.5, heads.window, heads.softcap)
+    out = attend(*(given.query_THGK, given.keys_SHK, given.values_SHV, batch), heads.scoring)
     return out.float().cpu()
 
 
@@ -113,7 +119,7 @@ def gathered(given: Inputs, segments: Sequence[Segment], heads: Heads) -> Tensor
     cache = KVCache(len(given.keys_SHK) - 1, CPU)
     cache.write(0, torch.arange(len(given.keys_SHK)), given.keys_SHK.float().cpu(), given.values_SHV.float().cpu())
     query_THGK = given.query_THGK[: batch.num_tokens].float().cpu()
-    out = GatheredAttention(batch, cache).attended(0, query_THGK, heads.size**-0.5, heads.window, heads.softcap)
+    out = GatheredAttention(batch, cache).attended(0, query_THGK, heads.scoring)
     return out.view(*query_THGK.shape[:3], -1)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.attention.packing import PackedBatch, Segment, pack
 from engine.attention.segments import chain_segment, tree_segment
 from engine.core.tree import TokenTree
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from tests.model.tiny import own_logits
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.attention.packing import pack
 from engine.attention.paged.table import MANY_TOKENS, PagedBatch, Shape, TableColumns, table_of
-from engine.kv_cache.pool import KVCache
+from engine.attention.scoring import Scoring
+from engine.kv_cache.kv_cache import KVCache
 from engine.utils.host_transfer import integers_32
 
 _LARGEST_HEAD, _LARGEST_SHARED = 256, 2048  # size of a query head, and of all query heads that share a key
@@ -31,9 +32,7 @@ class Attend(Protocol):
         keys_SHK: Float[Tensor, "S H K"],
         values_SHV: Float[Tensor, "S H V"],
         batch: PagedBatch,
-        scaling: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        scoring: Scoring,
     ) -> Float[Tensor, "T H G V"]:
         """Return every token's output."""
         ...
@@ -52,16 +51,9 @@ class PagedContext:
         """Slots to write."""
         return self.batch.write_slots_T
 
-    def attended(
-        self,
-        layer: int,
-        query_THGK: Float[Tensor, "T H G K"],
-        scaling: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Float[Tensor, "T HGV"]:
+    def attended(self, layer: int, query_THGK: Float[Tensor, "T H G K"], scoring: Scoring) -> Float[Tensor, "T HGV"]:
         """Attend to a layer's cached keys; return every token's output."""
-        return self.attend(query_THGK, *self.cache.layer(layer), self.batch, scaling, window, softcap).flatten(1)
+        return self.attend(query_THGK, *self.cache.layer(layer), self.batch, scoring).flatten(1)
 
 
 def unsupported_reason(device: torch.device, head_size: int, num_shared: int, dtype: torch.dtype) -> str | None:
@@ -110,7 +102,7 @@ def check_kernel(attend: Attend, device: torch.device, num_heads: int, num_share
         table = integers_32(table_of(pack([], device), shape, columns), device)
         query_THGK = torch.zeros(num_tokens, num_heads, num_shared, size, dtype=dtype, device=device)
         pool_SHK = torch.zeros(1, num_heads, size, dtype=dtype, device=device)
-        attend(query_THGK, pool_SHK, pool_SHK, PagedBatch(table, shape, columns), 1.0)
+        attend(query_THGK, pool_SHK, pool_SHK, PagedBatch(table, shape, columns), Scoring(1.0))
 
 
 def kernel() -> Attend:

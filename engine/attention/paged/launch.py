@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.attention.paged import kernels
 from engine.attention.paged.table import PagedBatch, Shape
+from engine.attention.scoring import Scoring
 
 _PROGRAMS, _MOST_PARTS = 264, 32  # two programs for each multiprocessor of an H100
 _SMALLEST = 16  # side of a matrix product
@@ -57,9 +58,7 @@ def attend(
     keys_SHK: Float[Tensor, "S H K"],
     values_SHV: Float[Tensor, "S H V"],
     batch: PagedBatch,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    scoring: Scoring,
 ) -> Float[Tensor, "T H G V"]:
     """Return every token's output, zeros for padding, as engine.attention.paged.reference.attend does."""
     num_tokens, num_heads, num_shared, size = query_THGK.shape
@@ -79,7 +78,7 @@ def attend(
         logs = query_THGK.new_empty(parts, rows, dtype=torch.float32)
     kernels.attend[num_tokens, num_heads, parts](
         *(query_THGK.contiguous(), keys_SHK, values_SHV, batch.table, partial, logs),
-        *(num_tokens, parts, batch.first_tile, batch.first_position, scaling, softcap or 1.0, window or 0),
+        *(num_tokens, parts, batch.first_tile, batch.first_position, scoring.scale, scoring.softcap or 1.0, scoring.window or 0),
         G=num_shared,
         NUM_HEADS=num_heads,
         K=size,
@@ -90,8 +89,8 @@ def attend(
         BLOCK_N=blocks.num_columns,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=scoring.softcap is not None,
+        HAS_WINDOW=scoring.window is not None,
         num_warps=blocks.num_warps,
         num_stages=min(blocks.num_stages, _most_stages(query_THGK.device)),
     )

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from engine.attention.paged.table import NUM_TILE_FIELDS, WORD_BITS, PagedBatch, num_words
+from engine.attention.scoring import Scoring
 
 
 def attend(
@@ -15,9 +16,7 @@ def attend(
     keys_SHK: Float[Tensor, "S H K"],
     values_SHV: Float[Tensor, "S H V"],
     batch: PagedBatch,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    scoring: Scoring,
 ) -> Float[Tensor, "T H G V"]:
     """Return every token's output, zeros for padding; computed in float32."""
     out = query_THGK.new_zeros(*query_THGK.shape[:3], values_SHV.shape[-1])
@@ -30,13 +29,12 @@ def attend(
         positions_Q = batch.table[batch.first_position + first :][:num_queries, None]
         words = batch.table[first_word : first_word + num_queries * num_words(num_tail)].view(num_queries, -1)
         seen_QL = _seen(words, num_keys, num_tail)
-        if window is not None:
+        if scoring.window is not None:
             context_L = torch.arange(num_keys - num_tail, device=out.device, dtype=tail_positions_W.dtype)
-            seen_QL = seen_QL & (positions_Q - torch.cat([context_L, tail_positions_W])[None] < window)
+            seen_QL = seen_QL & (positions_Q - torch.cat([context_L, tail_positions_W])[None] < scoring.window)
         part = slice(first, first + num_queries)
-        scores = torch.einsum("qhgk,lhk->hgql", query_THGK[part].float(), keys_SHK[slots_L].float()) * scaling
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
+        scores = torch.einsum("qhgk,lhk->hgql", query_THGK[part].float(), keys_SHK[slots_L].float()) * scoring.scale
+        scores = scoring.capped(scores)
         weights = scores.masked_fill(~seen_QL, float("-inf")).softmax(-1)
         out[part] = torch.einsum("hgql,lhv->qhgv", weights, values_SHV[slots_L].float()).to(out.dtype)
     return out

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.attention.packing import pack
 from engine.attention.segments import chain_segment
 from engine.distill.generation.jobs import GeneratedText, RunningJob, next_tokens
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap
 

@@ -9,9 +9,9 @@ from engine.attention.packing import Segment, pack
 from engine.attention.paged.graphs import GraphResources
 from engine.core.step_plan import Feeding, Row
 from engine.draft.drafter import FrontierNode, ModelPasses, Proposal
-from engine.draft.models.segments import fed_segments, level_segments, places_of_roots
+from engine.draft.models.drafter_segments import fed_segments, level_segments, places_of_roots
 from engine.draft.models.vocab_padding import RepaddedModel
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.passes import DirectPasses, Passes, RecordedPasses
 

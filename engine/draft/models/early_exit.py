@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engine.core.step_plan import Feeding
 from engine.draft.models.draft_model import ModelDrafter
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 
 

@@ -27,25 +27,25 @@ from engine.attention.paged.table import WRITE_SLOTS, PagedBatch, TableColumns
 from engine.attention.segments import chain_segment
 from engine.core.step_plan import Feeding, Row
 from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
+from engine.draft.models.drafter_segments import fed_segments, level_segments, places_of_roots
 from engine.draft.models.feature_pool import FeaturePool, FedTokens
 from engine.draft.models.head import DraftHead, HeadShape
 from engine.draft.models.native_head import NativeHead
-from engine.draft.models.segments import fed_segments, level_segments, places_of_roots
 from engine.draft.models.torch_head import TorchHead
 from engine.draft.trees.native_growth import NativeTreeGrower
 from engine.kv_cache.canary import Canary, NoCanary
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap, place_after
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.native.growth import FedRow, Growing, RankedRow
 
 
 class HeadDrafter:
     """Drafts with a head for a target, on its device; raise ValueError if the head does not fit.
 
-    `linears` is a name of engine.model.linears. `precision` is the head's, by default the target's. The drafter must observe the
-    target's passes (Target.report_to).
+    `linears` is a name of engine.model.linear_backends. `precision` is the head's, by default the target's. The drafter must
+    observe the target's passes (Target.report_to).
     """
 
     feeding = Feeding.TARGET_FEATURES

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from engine.attention.packing import Segment
 from engine.draft.models.feature_pool import FeaturePool, FedTokens
 from engine.draft.models.head import DraftHead, HeadLayer
-from engine.kv_cache.pool import KVCache
-from engine.model.linears import linear_of
+from engine.kv_cache.kv_cache import KVCache
+from engine.model.linear_backends import linear_of
 from engine.native import library
+from engine.native.decoder_pass import Features, Runner, SlotStates, Tables
 from engine.native.growth import FedRow, Growing, RankedRow
 from engine.native.linear import NativeLinear
-from engine.native.passes import Features, Runner, SlotStates, Tables
 from engine.utils.host_transfer import integers
 from engine.utils.rotary_table import RotaryTable
 

@@ -20,11 +20,12 @@ from torch.nn import functional
 from engine.attention.packing import Segment, pack
 from engine.attention.paged.attention import Attend, PagedContext
 from engine.attention.paged.table import IDS, POSITIONS, PagedBatch
+from engine.attention.scoring import Scoring
 from engine.attention.tree_attention import AttentionContext, GatheredAttention
 from engine.draft.models.feature_pool import FeaturePool, FedTokens
 from engine.draft.models.head import DraftHead, HeadLayer
-from engine.kv_cache.pool import KVCache
-from engine.model.linears import linear_of, prepare_linears
+from engine.kv_cache.kv_cache import KVCache
+from engine.model.linear_backends import linear_of, prepare_linears
 from engine.utils.host_transfer import integers
 from engine.utils.rotary_table import RotaryTable
 
@@ -175,7 +176,7 @@ class TorchHead(nn.Module):
             context.cache.write(index, context.write_slots_T, key, value)
             query_THGK = query.reshape(len(query), key.shape[1], -1, self.shape.head_size)
             if index < len(self.layers) - 1:
-                attended = context.attended(index, query_THGK, self.shape.head_size**-0.5)
+                attended = context.attended(index, query_THGK, Scoring(self.shape.head_size**-0.5))
             else:
                 attended = self._attend_last_layer(index, query_THGK, inputs.places_P, context, last_context)
                 states_TW = states_TW.index_select(0, inputs.places_P)
@@ -190,11 +191,11 @@ class TorchHead(nn.Module):
         context: AttentionContext,
         last_context: GatheredAttention | None,
     ) -> Float[Tensor, "P HGK"]:
-        scaling = self.shape.head_size**-0.5
+        scoring = Scoring(self.shape.head_size**-0.5)
         if last_context is None:
-            return context.attended(index, query_THGK, scaling).index_select(0, places_P)
+            return context.attended(index, query_THGK, scoring).index_select(0, places_P)
         query_PHGK = query_THGK.index_select(0, places_P)
-        return last_context.attended(index, query_PHGK, scaling) if len(places_P) else query_PHGK.flatten(1)
+        return last_context.attended(index, query_PHGK, scoring) if len(places_P) else query_PHGK.flatten(1)
 
     def logits(self, state_TW: Float[Tensor, "T W"]) -> Float[Tensor, "T M"]:
         """Return the draft logits of the head's tokens, float32."""

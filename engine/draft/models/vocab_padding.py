@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from engine.attention.packing import PackedBatch
 from engine.attention.paged.table import PagedBatch
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 
 

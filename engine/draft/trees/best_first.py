@@ -13,7 +13,7 @@ from itertools import takewhile
 from engine.core.tree import FREE_GROWTH, ROOT, TokenTree
 from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.trees.calibration import RuleCalibration
-from engine.draft.trees.grown import NodeValues, origins_of
+from engine.draft.trees.grower import NodeValues, origins_of
 from engine.draft.trees.sampling import ChildCandidates
 from engine.draft.trees.strategies import FinishedTree
 from engine.native.library import NUM_SCORES

@@ -18,7 +18,7 @@ from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses
 from engine.draft.trees.best_first import BestFirst
 from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_probs
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
-from engine.draft.trees.grown import (
+from engine.draft.trees.grower import (
     Growth,
     NodeValues,
     TreeGrower,

@@ -16,7 +16,7 @@ from engine.draft.text.mixture import NOTHING_CACHED, as_native, tokens_outside
 from engine.draft.text.text_cache import CachedDistribution, TextCache
 from engine.draft.trees.best_first import PRIOR_CONTINUED, PRIOR_EXPANDED
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
-from engine.draft.trees.grown import Growth, NodeValues, no_distributions, origins_of
+from engine.draft.trees.grower import Growth, NodeValues, no_distributions, origins_of
 from engine.draft.trees.sampling import ChildCandidates
 from engine.native.growth import Growing, GrownTree, Offers, RankedRow
 from engine.native.library import Fed

@@ -96,9 +96,7 @@ def _sample_iid(
     """Sample from each node's warped distribution by inverse transform in float64."""
     probs_PM = _recorded_probs(nodes, logits_PM, probs, vocab)
     sampler = _ResidualSampler(probs_PM)
-    width = max(node.num_draws for node in nodes)
-    uniforms_PC = _node_uniforms(nodes, width, probs_PM.device)
-    columns_PC = torch.stack([sampler.at(uniforms_PC[:, i]) for i in range(width)], dim=-1)
+    columns_PC = torch.stack([sampler.at(uniforms_P) for uniforms_P in _uniforms_by_draw(nodes, probs_PM.device)], dim=-1)
     return _to_candidates(_to_host(nodes, columns_PC, probs_PM, vocab))
 
 
@@ -108,12 +106,10 @@ def _sample_distinct(
     """Sample without replacement until a node has its children or no probability is left."""
     probs_PM = _recorded_probs(nodes, logits_PM, probs, vocab)
     sampler = _ResidualSampler(probs_PM)
-    width = max(node.num_draws for node in nodes)
-    uniforms_PC = _node_uniforms(nodes, width, probs_PM.device)
     sampled, num_possible_P = [], torch.zeros_like(sampler.num_taken_P)
-    for rank in range(width):
+    for uniforms_P in _uniforms_by_draw(nodes, probs_PM.device):
         num_possible_P += ~sampler.is_empty_P
-        sampled.append(sampler.at(uniforms_PC[:, rank]))
+        sampled.append(sampler.at(uniforms_P))
         sampler.take(sampled[-1])
     return _to_candidates(_to_host(nodes, torch.stack(sampled, dim=-1), probs_PM, vocab, num_possible_P))
 
@@ -284,6 +280,11 @@ def _only_valid(candidates: Sequence[ChildCandidates], rows: Sequence[_HostRow])
 def _node_uniforms(nodes: Sequence[FrontierNode], count: int, device: torch.device) -> Float[Tensor, "P count"]:
     """Return `count` uniform random numbers for each node, float64."""
     return floats([number for node in nodes for number in _uniforms(node, count)], device).view(len(nodes), count)
+
+
+def _uniforms_by_draw(nodes: Sequence[FrontierNode], device: torch.device) -> Sequence[Float[Tensor, " P"]]:
+    """Return a uniform random number of each node for each of the draws that a node needs at most."""
+    return _node_uniforms(nodes, max(node.num_draws for node in nodes), device).unbind(-1)
 
 
 def _recorded_probs(

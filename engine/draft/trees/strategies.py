@@ -10,7 +10,7 @@ from typing import Protocol
 
 from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.draft.drafter import FrontierNode, GrowingTree
-from engine.draft.trees.grown import NodeValues
+from engine.draft.trees.grower import NodeValues
 from engine.draft.trees.sampling import ChildCandidates
 from engine.draft.trees.topology import Topology
 

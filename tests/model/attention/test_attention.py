@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from engine.attention import packing
 from engine.attention.packing import Group, pack
+from engine.attention.scoring import Scoring
 from engine.attention.segments import chain_segment
 from engine.attention.tree_attention import GatheredAttention, UnsupportedAttention, group_attention, tree_attention
 from engine.core.tree import TokenTree
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.testing import FAMILIES
 from tests.model.passes import CPU, error_of, node_logits, repadded, scene_row
 from tests.model.tiny import model
@@ -214,7 +215,7 @@ def test_a_group_returns_its_padding_too():
     group = context.batch.padded.groups[0]
     query_THGK = query[0].transpose(0, 1).reshape(5, 2, 2, 8)
     keys_BLHK, values_BLHK = context.cache.gather(0, group.key_slots_BL)
-    out = group_attention(query_THGK, keys_BLHK, values_BLHK, group, 8**-0.5)
+    out = group_attention(query_THGK, keys_BLHK, values_BLHK, group, Scoring(8**-0.5))
     assert out.shape == (5, 32)
 
 

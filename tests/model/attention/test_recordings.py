@@ -30,7 +30,7 @@ from engine.draft.models.early_exit import early_exit_drafter
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.models.vocab_padding import RepaddedModel
 from engine.engine import Engine
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import adopt
 from engine.model.passes import RecordedPasses
 from engine.testing import FAMILIES, tiny_engine, tiny_module

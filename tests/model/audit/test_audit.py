@@ -21,13 +21,13 @@ from engine.core.types import FinishReason, SamplingParams, TokenEvent
 from engine.draft.trees import sampling as children
 from engine.sampling.distributions import warped_probs
 from engine.testing import ProbsAfter, table_module, table_pair, tiny_engine
-from engine.verify import coupled, masses
-from engine.verify import local_plans as plans
+from engine.verify import coupled, two_phase
+from engine.verify import node_plans as plans
 from engine.verify import registry as rules
 from engine.verify.directions import BottomUp
 from engine.verify.first_path import FirstPath
-from engine.verify.local_plans import WithoutReplacement
-from engine.verify.masses import TwoPhase
+from engine.verify.node_plans import WithoutReplacement
+from engine.verify.two_phase import TwoPhase
 from engine.verify.verdict import Verdict
 from tests.model.tiny import own_module, pair
 from tests.model.verify.test_verify_mutants import SortsNothingButTriesLast
@@ -103,7 +103,7 @@ def uniform_residual(self, level, prefix_P):
 def from_the_root(self, forest, target_probs_NV, keys):
     """Draw the extra token from the law after the root, wherever the path ends."""
     roots_BV = target_probs_NV[list(forest.offsets[:-1])]
-    extras = masses.draw(roots_BV, torch.tensor(masses._uniforms(keys, Stream.EXTRA), dtype=torch.float64)).tolist()
+    extras = two_phase.draw(roots_BV, torch.tensor(two_phase._uniforms(keys, Stream.EXTRA), dtype=torch.float64)).tolist()
     return [Verdict(one.path, extra) for one, extra in zip(_JUDGE(self, forest, target_probs_NV, keys), extras, strict=True)]
 
 
@@ -112,17 +112,17 @@ def shared_stream(seed, position, stream):
     return stream_key(seed, position, Stream.DRAFT if stream is Stream.ACCEPT else stream)
 
 
-_JUDGE = masses.TwoPhase.judge
-_WEIGHTS = masses.PlannedForest.extra_weights
+_JUDGE = two_phase.TwoPhase.judge
+_WEIGHTS = two_phase.PlannedForest.extra_weights
 
 
 @pytest.mark.parametrize(
     ("where", "name", "mutant"),
     [
-        (masses.TwoPhase, "judge", draft_believed),
-        (masses.TwoPhase, "judge", from_the_root),
-        (masses.PlannedForest, "extra_weights", uniform_residual),
-        (masses, "stream_key", shared_stream),
+        (two_phase.TwoPhase, "judge", draft_believed),
+        (two_phase.TwoPhase, "judge", from_the_root),
+        (two_phase.PlannedForest, "extra_weights", uniform_residual),
+        (two_phase, "stream_key", shared_stream),
     ],
 )
 def test_a_broken_verifier_is_found(where, name, mutant, monkeypatch):

@@ -29,7 +29,7 @@ from engine.engine import Engine
 from engine.sampling.distributions import warped_probs
 from engine.teacher_forcing import MAX_CHUNK_LOGITS, MAX_CHUNK_TOKENS, KnownText
 from engine.testing import tiny_engine
-from engine.verify import coupled, masses
+from engine.verify import coupled, two_phase
 from engine.verify.verdict import Verdict
 from engine.worker.inprocess import InProcessEngine
 from server.metrics import ServerMetrics
@@ -165,12 +165,12 @@ def draft_believed(self, forest, target_probs_NV, keys):
     ]
 
 
-_JUDGE = masses.TwoPhase.judge
+_JUDGE = two_phase.TwoPhase.judge
 
 
 @pytest.mark.usefixtures("numbered_secrets")
 def test_drafts_that_are_believed_are_found(monkeypatch, caplog):
-    monkeypatch.setattr(masses.TwoPhase, "judge", draft_believed)
+    monkeypatch.setattr(two_phase.TwoPhase, "judge", draft_believed)
     session = run_in_turns(audited(), 180)
     assert news(session)[-1].p_value < 1e-6
     assert sum("do not have the target's distribution" in record.message for record in caplog.records) == 1

@@ -23,9 +23,9 @@ from engine.audit.report import AuditVerdict
 from engine.build import BadConfiguration
 from engine.core.tree import Expansion
 from engine.core.types import SamplingParams
-from engine.scheduler.slot_pool import IntegrityError
+from engine.scheduler.slot_allocator import IntegrityError
 from engine.testing import tiny_engine, tiny_module
-from engine.verify import masses
+from engine.verify import two_phase
 from server.cli.audit_report import as_text
 from server.cli.audit_run import EXIT_STATUS, as_json, plan_of
 from server.settings import load_settings
@@ -278,13 +278,13 @@ def test_a_sound_pair_passes_from_the_command_line(pair_on_disk, capsys):
 
 def test_a_broken_verifier_fails_from_the_command_line(pair_on_disk, capsys, monkeypatch):
     monkeypatch.setattr(
-        masses.PlannedForest, "extra_weights", lambda self, level, prefix_P: torch.ones_like(_WEIGHTS(self, level, prefix_P))
+        two_phase.PlannedForest, "extra_weights", lambda self, level, prefix_P: torch.ones_like(_WEIGHTS(self, level, prefix_P))
     )
     assert run_whole(pair_on_disk) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["is_lossless"] is False
 
 
-_WEIGHTS = masses.PlannedForest.extra_weights
+_WEIGHTS = two_phase.PlannedForest.extra_weights
 
 
 def test_a_tool_writes_no_trace_of_the_server(pair_on_disk):

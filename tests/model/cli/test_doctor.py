@@ -11,16 +11,18 @@ from engine.core.policy import PlainDecoding
 from engine.core.tree import parse_expansion
 from engine.core.types import Request, SamplingParams
 from engine.memory_plan import cache_bytes_per_token
+from engine.model import check, stored_model
 from engine.model.causal_lm import load_model
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.testing import tiny_engine, tiny_model
 from engine.weights import WeightsCache, load_presets
-from engine.weights.stored import num_parameters
+from engine.weights.weight_headers import num_parameters
 from selector.menu import menu_of
 from selector.network.net import NetShape, Objective, SelectorNet
 from server.cli.main import main
 from tests.conformance.folder import served_folder
+from tests.model.native_models import needs_library
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,65 @@ def test_a_selector_is_held_against_the_models(folder, capsys, tmp_path):
     status, report = _report(capsys, "--model", folder, "--drafter", "ngram", "--selector", fitting, *trees)
     assert status == 1
     assert "was not trained for" in str(report["findings"])
+
+
+@pytest.fixture
+def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An empty cache, in which tiny models are stored by this process; return the precisions that were checked and stored."""
+    done: list[str] = []
+
+    def store(folder: Path, precision: str, target: Path) -> None:
+        done.append(precision)
+        stored_model.store(folder, precision, target)
+
+    monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored_model, "_FEWEST_PARAMETERS", 0)
+    monkeypatch.setattr(stored_model, "_SPARE_BYTES", 0)
+    monkeypatch.setattr(stored_model, "_store_in_process", store)
+    return done
+
+
+@needs_library
+def test_check_repeats_a_stored_verdict(folder, capsys, checked):
+    """The verdict of a start is kept, so a second start does not check; `--check` must."""
+    for num_checks in (1, 2):
+        status, report = _report(capsys, "--model", folder, "--dtype", "compact", "--check")
+        assert (status, report["can_serve"], _levels(report, "check")) == (0, True, ["ok"])
+        assert checked == ["compact"] * num_checks
+
+
+@needs_library
+def test_check_examines_target_and_draft_model(folder, capsys, checked):
+    status, report = _report(capsys, "--model", folder, "--drafter", "model", "--draft-model", folder, "--check")
+    assert (status, _levels(report, "check")) == (0, ["ok", "ok"])
+
+
+def test_without_check_no_model_is_loaded(folder, capsys, checked):
+    status, report = _report(capsys, "--model", folder)
+    assert (status, _levels(report, "check"), checked) == (0, [], [])
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_check_refuses_a_model_that_differs(folder, capsys, checked, monkeypatch, is_stored):
+    """Also one that passed at an earlier start: the library or the processor may have broken since."""
+    if is_stored:
+        assert _report(capsys, "--model", folder, "--check")[0] == 0
+    right = check._driven_logits
+    monkeypatch.setattr(check, "_driven_logits", lambda model, ids: 1.5 * right(model, ids))
+    status, report = _report(capsys, "--model", folder, "--check")
+    assert (status, report["can_serve"], _levels(report, "check")) == (2, False, ["refused"])
+    assert "a tree-masked pass differs" in next(one["text"] for one in report["findings"] if one["part"] == "check")
+
+
+def test_check_of_a_cache_that_cannot_be_written(folder, capsys, checked, monkeypatch):
+    """The bug: a file that cannot be deleted was a traceback."""
+
+    def fail(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "packed")
+
+    monkeypatch.setattr("server.cli.doctor_checks.forget_stored", fail)
+    status, report = _report(capsys, "--model", folder, "--check")
+    assert (status, _levels(report, "check")) == (1, ["refused"])
 
 
 def test_a_preset_that_is_not_there_is_not_fetched(capsys, tmp_path, monkeypatch):

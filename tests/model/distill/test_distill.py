@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from engine.distill.chains import chain_states
 from engine.distill.corpus import TEMPERATURES, Corpus, OtherTexts, Text, collect, generate_texts
-from engine.distill.distil import is_held_out, shape_for
 from engine.distill.evaluation import evaluate
 from engine.distill.loss import distillation_loss, teacher_probs
+from engine.distill.make_head import is_held_out, shape_for
 from engine.distill.prompts import PromptGrammar, draw_in_turn
 from engine.distill.rows import coverage, frequent_tokens, require_plain_output
 from engine.distill.trainer import Trainer, TrainingPlan, batched, made_ahead, sampled_starts

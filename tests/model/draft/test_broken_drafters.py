@@ -7,8 +7,8 @@ import pytest
 from engine.core.policy import FixedExpansion
 from engine.core.tree import Expansion
 from engine.core.types import FinishReason
-from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
+from engine.draft.text_and_model import CombinedDrafter
 from engine.engine import Engine
 from engine.model.causal_lm import adopt
 from engine.testing import tiny_engine, tiny_module

@@ -12,20 +12,20 @@ from engine.core.policy import FixedExpansion
 from engine.core.step_plan import Feeding, Row
 from engine.core.tree import ROOT, Expansion, TreeKind, parse_expansion
 from engine.core.types import DraftSource, Request, SamplingParams, Speculation
+from engine.draft import text_and_model as combined
 from engine.draft.drafter import Drafter, FrontierNode, Proposal
 from engine.draft.models.draft_model import ModelDrafter
-from engine.draft.text import text_and_model as combined
 from engine.draft.text import text_cache as texts_module
 from engine.draft.text.recent_texts import RecentLimits
-from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import SURE_CONFIDENCE, CachedDistribution, TextCache
 from engine.draft.text.text_drafter import TextDrafter
+from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees import sampling as children
 from engine.draft.trees.calibration import Reliability
 from engine.draft.trees.grow import grow, growers_of
-from engine.draft.trees.grown import Growth
+from engine.draft.trees.grower import Growth
 from engine.engine import Engine
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.native import mixture as native
 from engine.testing import tiny_engine
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts

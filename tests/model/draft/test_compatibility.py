@@ -27,7 +27,7 @@ from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.early_exit import Lens
 from engine.draft.models.vocab_padding import RepaddedModel
 from engine.engine import Engine
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import adopt
 from engine.testing import tiny_engine, tiny_model, tiny_module
 from engine.weights.fingerprint import fingerprint

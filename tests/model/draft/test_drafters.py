@@ -13,9 +13,9 @@ from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.models.early_exit import Lens, early_exit_drafter
 from engine.draft.text.text_drafter import TextDrafter
 from engine.draft.trees.grow import grow, growers_of
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import adopt
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import give_drafter, greedy, run, sampled
 from tests.model.kv_cache.test_kv_cache import EXACT, RandomExpansion, cache_error

@@ -19,9 +19,9 @@ from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.trees import sampling as children
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import grow, grow_by, growers_of, strategy_of
-from engine.draft.trees.grown import plain_growth
+from engine.draft.trees.grower import plain_growth
 from engine.draft.trees.strategies import num_draws
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.sampling.noise import gumbels
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.distributions import probs_of

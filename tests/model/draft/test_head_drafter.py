@@ -25,14 +25,14 @@ from engine.draft.models.head import DraftHead
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.models.native_head import NativeHead
 from engine.draft.models.torch_head import TorchHead
-from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
+from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees.grow import grow, growers_of
 from engine.engine import Engine
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import adopt
 from engine.model.hidden_states import StateTap, place_after
-from engine.model.linears import NATIVE, PackedLinear
+from engine.model.linear_backends import NATIVE, PackedLinear
 from engine.scheduler.scheduler import Scheduler
 from engine.testing import tiny_engine, tiny_model, tiny_module
 from engine.utils.host_transfer import integers

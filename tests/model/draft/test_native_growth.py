@@ -13,17 +13,17 @@ from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthCosts
 from engine.core.types import DraftSource, FinishReason, Request, SamplingParams, Speculation
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.head_drafter import HeadDrafter
-from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
+from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees import grow as growth
 from engine.draft.trees import native_growth
-from engine.draft.trees.grown import Growth, NodeValues
+from engine.draft.trees.grower import Growth, NodeValues
 from engine.draft.trees.sampling import ChildCandidates
 from engine.engine import Engine
 from engine.kv_cache.canary import SlotCanary
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import adopt
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.native.growth import Growing
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import greedy, run, sampled

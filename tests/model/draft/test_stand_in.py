@@ -10,7 +10,7 @@ from torch import eye
 from engine.build import BadConfiguration, build_engine
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.tree import Expansion
-from engine.draft.text.text_and_model import CombinedDrafter
+from engine.draft.text_and_model import CombinedDrafter
 from engine.testing import tiny_module
 from selector.build import adaptive_policy
 from selector.cost import DRAFT_COEFFICIENTS, NUM_REST

@@ -11,7 +11,7 @@ from engine.core.types import SamplingParams
 from engine.draft.drafter import Proposal, TrimmedVocabulary
 from engine.draft.trees import sampling as children
 from engine.draft.trees.grow import grow, growers_of
-from engine.draft.trees.grown import Growth
+from engine.draft.trees.grower import Growth
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, SAMPLED, TableDrafter, decoding_row
 

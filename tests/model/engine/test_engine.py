@@ -16,11 +16,11 @@ from engine.core.tree import DELAYED_TREES, PLAIN, TREE_NAMES, Expansion, Growth
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.early_exit import Lens, early_exit_drafter
-from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
 from engine.draft.text.text_drafter import TextDrafter
+from engine.draft.text_and_model import CombinedDrafter
 from engine.engine import Engine
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.sampling.noise import gumbels
 from engine.scheduler.scheduler import Scheduler
 from engine.testing import FAMILIES, tiny_engine

@@ -17,7 +17,7 @@ from engine.core.types import Request, SamplingParams, Speculation
 from engine.draft.trees import sampling as children
 from engine.engine import Engine
 from engine.testing import tiny_engine
-from engine.verify import masses
+from engine.verify import two_phase
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.distributions import probs_of
@@ -139,14 +139,14 @@ def one_stream_for_drafts_and_acceptance(seed, position, stream):
     return stream_key(seed, position, Stream.DRAFT if stream is Stream.ACCEPT else stream)
 
 
-_JUDGE = masses.TwoPhase.judge
+_JUDGE = two_phase.TwoPhase.judge
 
 
 @pytest.mark.parametrize(
     ("where", "name", "mutant"),
     [
-        (masses.TwoPhase, "judge", draft_believed),
-        (masses, "stream_key", one_stream_for_drafts_and_acceptance),
+        (two_phase.TwoPhase, "judge", draft_believed),
+        (two_phase, "stream_key", one_stream_for_drafts_and_acceptance),
     ],
 )
 def test_the_distribution_kills(where, name, mutant, monkeypatch):
@@ -155,7 +155,7 @@ def test_the_distribution_kills(where, name, mutant, monkeypatch):
 
 
 def test_the_distribution_kills_drafts_that_are_believed_whatever_the_policy(monkeypatch):
-    monkeypatch.setattr(masses.TwoPhase, "judge", draft_believed)
+    monkeypatch.setattr(two_phase.TwoPhase, "judge", draft_believed)
     assert z_of_counts(triples("traversal", DELAYED, at_random()), target_distribution()) > FAILS_ABOVE
 
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.worker.inprocess import InProcessEngine
+from server.adaptive_engine import served_engine
 from server.app import create_app
-from server.assembly import served_engine
 from server.settings import Settings
 from tests.api.harness import until
 from tests.conformance.folder import served_folder

@@ -16,12 +16,12 @@ from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.tree import Expansion
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.models.native_head import NativeHead
-from engine.draft.text.text_and_model import CombinedDrafter
+from engine.draft.text_and_model import CombinedDrafter
 from engine.memory_plan import Memory, memory_need, shortage
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.testing import tiny_module
-from engine.weights.stored import num_parameters
+from engine.weights.weight_headers import num_parameters
 from tests.conformance.folder import served_folder
 from tests.model.heads import random_head
 from tests.model.native_models import needs_library

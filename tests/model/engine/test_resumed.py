@@ -15,7 +15,7 @@ from engine.core.tree import Expansion
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent, TokenLogprobs
 from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
-from engine.scheduler.slot_pool import IntegrityError
+from engine.scheduler.slot_allocator import IntegrityError
 from engine.testing import table_pair, tiny_engine, tiny_pair
 from engine.worker.step_log import StepNote
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts

@@ -18,7 +18,7 @@ from engine.core.types import FinishReason
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.vocab_padding import RepaddedModel
 from engine.engine import Engine
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.scheduler.scheduler import Scheduler
 from engine.testing import FAMILIES, tiny_engine

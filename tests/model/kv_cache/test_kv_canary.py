@@ -12,15 +12,15 @@ from engine.attention import packing
 from engine.attention.segments import chain_segment
 from engine.core.config import SchedulerConfig
 from engine.core.step_plan import Row
-from engine.draft.models import segments as passes
+from engine.draft.models import drafter_segments as passes
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.engine import Engine
 from engine.kv_cache.canary import SlotCanary
 from engine.model.causal_lm import CausalModel
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.model.target import Target
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.slot_pool import IntegrityError, SlotPool
+from engine.scheduler.slot_allocator import IntegrityError, SlotAllocator
 from engine.testing import tiny_engine
 from tests.model.driving import Session, run
 from tests.model.heads import random_head
@@ -69,7 +69,7 @@ def test_a_sound_engine_says_what_it_says_without_a_canary(make: Callable[[bool]
     assert sum(stats.num_preemptions for stats in session.stats)
 
 
-_ROW, _KEEP, _FREE, _ALLOCATE = Scheduler._row, Scheduler._keep, SlotPool.free, SlotPool.allocate
+_ROW, _KEEP, _FREE, _ALLOCATE = Scheduler._row, Scheduler._keep, SlotAllocator.free, SlotAllocator.allocate
 _TABLES, _CHAIN = packing._tables, chain_segment
 
 
@@ -94,14 +94,14 @@ def first_nodes_kept(scheduler: Scheduler, sequence: Any, num_kept: int, path_sl
     _KEEP(scheduler, sequence, num_kept, sequence.slots[num_kept : num_kept + len(path_slots)])
 
 
-def freed_while_used(pool: SlotPool, slots: Any) -> None:
+def freed_while_used(pool: SlotAllocator, slots: Any) -> None:
     """Somebody is told that a slot is free which is in use."""
     _FREE(pool, slots)
     for tell in pool._listeners:
         tell([slot for slot in range(NUM_SLOTS) if pool._is_used[slot]][:1])
 
 
-def given_twice(pool: SlotPool, count: int) -> list[int]:
+def given_twice(pool: SlotAllocator, count: int) -> list[int]:
     """A slot is given away again before its first owner has written it."""
     used = [slot for slot in range(NUM_SLOTS) if pool._is_used[slot]]
     slots = _ALLOCATE(pool, count)
@@ -132,8 +132,8 @@ POISON = re.compile(r"keys of layer \d of slots \[.+\] are read, which are free 
         (Scheduler, "_row", off_by_one_table, TABLE),
         (Scheduler, "_row", another_rows_table, TABLE),
         (Scheduler, "_keep", first_nodes_kept, TABLE),
-        (SlotPool, "allocate", given_twice, TWICE),
-        (SlotPool, "free", freed_while_used, TABLE),
+        (SlotAllocator, "allocate", given_twice, TWICE),
+        (SlotAllocator, "free", freed_while_used, TABLE),
         (packing, "_tables", padded_with_the_last_slot, POISON),
         (passes, "chain_segment", drafter_off_by_one, POISON),
     ],

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.model import linears
-from engine.model.linears import NATIVE, PackedLinear, fastest_linears, fastest_precision, prepare_linears
+from engine.model import linear_backends
+from engine.model.linear_backends import NATIVE, PackedLinear, fastest_linears, fastest_precision, prepare_linears
 from engine.native import library
 from engine.testing import FAMILIES, tiny_module
 
@@ -58,7 +58,7 @@ def test_a_layer_is_let_go_of_as_it_is_replaced(monkeypatch):
         most_held = max(most_held, sum(layer() is not None for layer in layers))
         return nn.Identity()
 
-    monkeypatch.setitem(linears._KINDS, "replaced", replaced)
+    monkeypatch.setitem(linear_backends._KINDS, "replaced", replaced)
     prepare_linears(tiny_module("llama"), "replaced")
     assert len(layers) > 10
     assert most_held == 1
@@ -72,7 +72,7 @@ def test_unknown_kinds_are_refused():
 @needs_onednn
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 def test_a_lone_bfloat16_row_is_multiplied_like_others(num_rows):
-    if not linears._packs(torch.bfloat16):
+    if not linear_backends._packs(torch.bfloat16):
         pytest.skip("oneDNN refuses bfloat16 on this processor")
     linear = nn.Linear(48, 40).bfloat16().requires_grad_(False)
     x = torch.randn(num_rows, 1, 48).bfloat16()
@@ -84,7 +84,7 @@ def test_a_lone_bfloat16_row_is_multiplied_like_others(num_rows):
 @pytest.mark.parametrize("takes_it", [True, False])
 def test_a_format_that_onednn_refuses_is_left_to_torch(monkeypatch, takes_it):
     """As bfloat16 is by processors with AVX2 alone, whatever it says of itself."""
-    monkeypatch.setattr(linears, "_packs", lambda dtype: takes_it)
+    monkeypatch.setattr(linear_backends, "_packs", lambda dtype: takes_it)
     module = tiny_module("llama")
     prepare_linears(module, "packed")
     assert any(isinstance(part, PackedLinear) for part in module.modules()) is takes_it

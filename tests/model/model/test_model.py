@@ -19,7 +19,7 @@ from engine.attention.segments import tree_segment
 from engine.model import causal_lm as engine_model
 from engine.model import check as model_check
 from engine.model.causal_lm import CausalModel, adopt, load_model
-from engine.model.linears import prepare_linears
+from engine.model.linear_backends import prepare_linears
 from engine.testing import FAMILIES, tiny_module
 from engine.weights import UnsupportedModel
 from engine.weights.pretrained import refuse_by_configuration

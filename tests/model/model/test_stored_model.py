@@ -15,7 +15,7 @@ from engine.build import build_served
 from engine.core.config import EngineConfig
 from engine.model import causal_lm, stored_model
 from engine.model.causal_lm import load_model
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.model.stored_model import StoredModel, load_stored, read_stored
 from engine.native import library
 from engine.testing import tiny_module

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from engine.model.causal_lm import adopt
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.native import library
 from engine.native.compact import BLOCK, GROUP, compact_packed, compact_unpacked, compact_weights
 from engine.native.linear import NativeLinear

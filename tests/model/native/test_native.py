@@ -15,19 +15,19 @@ from engine.attention.segments import chain_segment
 from engine.audit.reference import SameBitsReference
 from engine.core.types import Request, SamplingParams
 from engine.kv_cache.canary import SlotCanary
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model import causal_lm as loading
 from engine.model.causal_lm import CausalModel, adopt, load_model, loaded_dtype, weights_dtype
 from engine.model.hidden_states import StateTap
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.native import distributions as probs
 from engine.native import library
+from engine.native.decoder_pass import cache_dtype
 from engine.native.linear import QUANTISED
-from engine.native.passes import cache_dtype
 from engine.sampling.argmax import RowArgMax
-from engine.scheduler.slot_pool import IntegrityError
+from engine.scheduler.slot_allocator import IntegrityError
 from engine.testing import tiny_engine, tiny_module
-from engine.weights.stored import stored_dtype
+from engine.weights.weight_headers import stored_dtype
 from tests.model.attention.test_attention import (
     causal_mask,
     long_scene,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine.model import linears
+from engine.model import linear_backends
 from engine.model.causal_lm import adopt
-from engine.model.linears import NATIVE, prepare_linears, weight_of
+from engine.model.linear_backends import NATIVE, prepare_linears, weight_of
 from engine.native.compact import GROUP
 from engine.native.linear import QUANTISED, NativeLinear, packed, unpacked
 from engine.testing import tiny_module
@@ -164,7 +164,7 @@ def test_a_broken_layer_does_not_pass(precision, monkeypatch):
     monkeypatch.setattr(NativeLinear, "forward", lambda self, x: forward(self, x).index_fill(-1, torch.tensor([0]), 0.0))
     with pytest.raises(ValueError, match=f"in {precision} a layer of 32 inputs differs"):
         prepare_linears(tiny_module("llama"), NATIVE, precision)
-    assert set(linears._TOLERANCES) == set(PRECISIONS)
+    assert set(linear_backends._TOLERANCES) == set(PRECISIONS)
 
 
 def test_layers_that_read_the_same_rows_may_be_stored_in_two_formats():

@@ -12,7 +12,7 @@ from engine.audit.reference import load_reference
 from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.model.causal_lm import adopt, load_model
-from engine.model.linears import NATIVE, fastest_linears
+from engine.model.linear_backends import NATIVE, fastest_linears
 from engine.native import library
 from engine.native.decoder import UnknownDecoder, refuse_by_structure
 from engine.native.linear import QUANTISED

@@ -37,7 +37,7 @@ from engine.structured_output.grammars import CompiledGrammars, Vocabulary, sour
 from engine.structured_output.masks import GrammarMasks
 from engine.verify.dispatch import Judge
 from engine.verify.forest import Forest
-from engine.verify.masses import TwoPhase
+from engine.verify.two_phase import TwoPhase
 from engine.verify.verdict import Verdict
 from tests.enumeration import (
     Batch,

@@ -13,9 +13,9 @@ from engine.core.tree import Expansion
 from engine.core.types import ErrorCode, FinishReason
 from engine.engine import Engine
 from engine.model.causal_lm import CausalModel, adopt
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.scheduler.prefix_cache import PrefixCache
-from engine.scheduler.slot_pool import Block
+from engine.scheduler.slot_allocator import Block
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.heads import head_engine, random_head

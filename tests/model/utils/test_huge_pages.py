@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.native.linear import NativeLinear
 from engine.utils import huge_pages
 from tests.model.native_models import needs_library

@@ -1,12 +1,12 @@
-"""What a local plan gives to each token at the root, averaged over the trees: one node at a time, exact."""
+"""What a node plan gives to each token at the root, averaged over the trees: one node at a time, exact."""
 
 from typing import NamedTuple
 
 import torch
 
 from engine.verify.directions import first_accept_probs
-from engine.verify.local_plans import LocalPlan
-from engine.verify.masses import PlannedForest
+from engine.verify.node_plans import NodePlan
+from engine.verify.two_phase import PlannedForest
 from tests.enumeration import DrawnTree, Law, TinyModel, batch_of
 
 
@@ -17,7 +17,7 @@ class Given(NamedTuple):
     to_children: float
 
 
-def given_by(plan: LocalPlan, model: TinyModel, trees: list[DrawnTree], mass: float) -> Given:
+def given_by(plan: NodePlan, model: TinyModel, trees: list[DrawnTree], mass: float) -> Given:
     """Return what the plan gives at a root of prefix mass `mass`."""
     batch = batch_of(model, trees)
     case = PlannedForest.of(batch.forest, batch.target_probs_NV, plan)

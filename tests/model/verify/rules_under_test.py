@@ -8,9 +8,9 @@ from torch import Tensor
 from engine.core.tree import TreeKind
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.verify.directions import Direction
-from engine.verify.local_plans import LocalPlan
-from engine.verify.masses import Masses, PlannedForest, TwoPhase
+from engine.verify.node_plans import NodePlan
 from engine.verify.registry import create_verifier
+from engine.verify.two_phase import Masses, PlannedForest, TwoPhase
 from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, emitted_probs, loss
 
 EXACT = 1e-12
@@ -59,7 +59,7 @@ def named(name: str) -> TwoPhase:
     return rule
 
 
-def rule_of(plan: LocalPlan, direction: Direction) -> TwoPhase:
+def rule_of(plan: NodePlan, direction: Direction) -> TwoPhase:
     """Return an unregistered rule."""
     return TwoPhase("under test", plan, direction)
 

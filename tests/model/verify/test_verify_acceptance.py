@@ -9,13 +9,13 @@ import torch
 
 from engine.core.tree import Expansion, TokenTree
 from engine.verify.directions import TopDown
-from engine.verify.duels import Duels
 from engine.verify.forest import Forest
 from engine.verify.k_seq import KSeq
-from engine.verify.local_plans import LocalPlan, NodeFamilies, TargetDraw
-from engine.verify.masses import PlannedForest
+from engine.verify.khisti import Duels
+from engine.verify.node_plans import NodeFamilies, NodePlan, TargetDraw
 from engine.verify.one_token import AcceptChosen, OneToken, SelectedDraw, Selection
 from engine.verify.selections import BestRanked
+from engine.verify.two_phase import PlannedForest
 from tests.enumeration import Law, TinyModel, batch_of, delayed_trees, set_and_sample_trees
 from tests.model.verify.given import given_by
 from tests.model.verify.rules_under_test import EXACT, ON_DELAYED, RULES, stop_probs
@@ -121,7 +121,7 @@ def test_no_plan_accepts_more_than_the_optimum_and_one_draw_reaches_it(num_draws
             assert reached == pytest.approx([best] * len(reached), abs=EXACT)
 
 
-def is_optimal_for_one(plan: LocalPlan, mass: float) -> bool:
+def is_optimal_for_one(plan: NodePlan, mass: float) -> bool:
     """Return whether it must reach the optimum of one draw: NSS never does, K-SEQ, made for top-down use, with all the mass."""
     if isinstance(plan, OneToken) and isinstance(plan.decision, KSeq):
         return mass == 1.0
@@ -167,7 +167,7 @@ def test_the_distribution_of_the_chosen_draw_is_told(selection: Selection, num_d
 # The yardstick: mean gap to the optimum over random pairs of laws.
 
 
-def accepted_of(plan: LocalPlan, pairs: Sequence[tuple[Law, Law]], num_draws: int) -> Law:
+def accepted_of(plan: NodePlan, pairs: Sequence[tuple[Law, Law]], num_draws: int) -> Law:
     """Return what the plan accepts of each (target, draft) pair, over all draws."""
     outcomes = list(itertools.product(range(len(pairs[0][0])), repeat=num_draws))
     trees = [star(draws) for draws in outcomes] * len(pairs)
@@ -192,7 +192,7 @@ def random_pairs(count: int, vocab_size: int, seed: int) -> list[tuple[Law, Law]
     return [(rng.dirichlet(np.ones(vocab_size)), rng.dirichlet(np.ones(vocab_size))) for _ in range(count)]
 
 
-def mean_gap(plan: LocalPlan, pairs: Sequence[tuple[Law, Law]], num_draws: int) -> float:
+def mean_gap(plan: NodePlan, pairs: Sequence[tuple[Law, Law]], num_draws: int) -> float:
     best = np.array([optimum(target, draft, num_draws) for target, draft in pairs])
     return float((best - accepted_of(plan, pairs, num_draws)).mean())
 

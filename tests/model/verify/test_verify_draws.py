@@ -15,10 +15,10 @@ from engine.core.rng_keys import StepKey, Stream, stream_key
 from engine.core.tree import Expansion, TokenTree
 from engine.core.verifier_table import VERIFIER_NAMES
 from engine.sampling.noise import uniforms
-from engine.verify import masses
+from engine.verify import two_phase
 from engine.verify.forest import Forest
-from engine.verify.masses import TwoPhase, draw, draw_one
 from engine.verify.registry import create_verifier
+from engine.verify.two_phase import TwoPhase, draw, draw_one
 from engine.verify.verdict import Verdict
 from tests.enumeration import Batch, TinyModel, batch_of, delayed_trees
 from tests.model.verify.rules_under_test import RULES, TRAVERSAL, outcomes_of
@@ -69,7 +69,7 @@ def test_nodes_and_extra_tokens_are_drawn_as_the_masses_say(rule: TwoPhase) -> N
 
 
 def test_one_uniform_for_acceptance_and_extra_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masses, "stream_key", lambda seed, position, stream: stream_key(seed, position, Stream.ACCEPT))
+    monkeypatch.setattr(two_phase, "stream_key", lambda seed, position, stream: stream_key(seed, position, Stream.ACCEPT))
     assert joint_surprise(TRAVERSAL, one_tree(), [StepKey(seed, 10) for seed in range(NUM_SEEDS)]) > NOTICED
 
 
@@ -86,7 +86,7 @@ def dependence_of_positions(rule: TwoPhase, batch: Batch) -> float:
 def test_draws_at_two_positions_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = one_tree()
     assert dependence_of_positions(TRAVERSAL, batch) < UNSURPRISING
-    monkeypatch.setattr(masses, "stream_key", lambda seed, position, stream: stream_key(seed, 0, stream))
+    monkeypatch.setattr(two_phase, "stream_key", lambda seed, position, stream: stream_key(seed, 0, stream))
     assert dependence_of_positions(TRAVERSAL, batch) > NOTICED
 
 
@@ -114,7 +114,7 @@ def test_draft_noise_reused_by_the_verifier_is_noticed(reused: Stream, monkeypat
     def with_reuse(seed: int, position: int, stream: Stream) -> int:
         return stream_key(seed, position, Stream.DRAFT if stream == reused else stream)
 
-    monkeypatch.setattr(masses, "stream_key", with_reuse)
+    monkeypatch.setattr(two_phase, "stream_key", with_reuse)
     assert first_token_surprise() > NOTICED
 
 
@@ -143,7 +143,7 @@ def test_randomness_numbered_by_place_in_the_batch_is_noticed(monkeypatch: pytes
     def by_place(keys: Sequence[StepKey], stream: Stream) -> list[float]:
         return uniforms([stream_key(keys[0].seed, 0, stream)], len(keys))[0].tolist()
 
-    monkeypatch.setattr(masses, "_uniforms", by_place)
+    monkeypatch.setattr(two_phase, "_uniforms", by_place)
     with pytest.raises(AssertionError):
         test_a_verdict_does_not_depend_on_batch_mates("traversal")
 
@@ -192,7 +192,7 @@ def test_a_draw_on_the_host_is_that_of_the_device(weights: list[float], u: float
 
 
 def test_a_draw_on_the_host_from_the_left_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masses, "bisect_right", bisect_left)
+    monkeypatch.setattr(two_phase, "bisect_right", bisect_left)
     with pytest.raises(AssertionError):
         test_a_draw_on_the_host_is_that_of_the_device()
 

@@ -14,9 +14,9 @@ from engine.verify.directions import BottomUp
 from engine.verify.errors import ImpossibleDraftError, InvalidDistributionError, NonFiniteDistributionError
 from engine.verify.forest import Forest
 from engine.verify.layout import TreeLevel
-from engine.verify.local_plans import TargetDraw
-from engine.verify.masses import PlannedForest
+from engine.verify.node_plans import TargetDraw
 from engine.verify.registry import create_verifier
+from engine.verify.two_phase import PlannedForest
 from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, delayed_trees, distinct_trees
 from tests.model.verify.rules_under_test import READS_DRAFT, RULES, TRAVERSAL, outcomes_of
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.core.rng_keys import StepKey
 from engine.core.tree import Expansion
 from engine.verify.forest import Forest
-from engine.verify.local_plans import AcceptanceSplit, NodeFamilies, WithoutReplacement
-from engine.verify.masses import TwoPhase
+from engine.verify.node_plans import AcceptanceSplit, NodeFamilies, WithoutReplacement
+from engine.verify.two_phase import TwoPhase
 from tests.enumeration import Batch, TinyModel, batch_of, delayed_trees
 from tests.model.verify.rules_under_test import RULES, TRAVERSAL
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engine.core.tree import Expansion, TokenTree
 from engine.verify.directions import BottomUp, Direction, TopDown
-from engine.verify.duels import Duels
 from engine.verify.first_path import FirstPath
 from engine.verify.k_seq import KSeq
-from engine.verify.local_plans import (
+from engine.verify.khisti import Duels
+from engine.verify.node_plans import (
     AcceptanceSplit,
     NodeFamilies,
     WithoutReplacement,
@@ -23,9 +23,9 @@ from engine.verify.local_plans import (
     split_by_shares,
     split_in_order,
 )
-from engine.verify.masses import TwoPhase
 from engine.verify.one_token import AcceptChosen, OneToken, SelectedDraw, Selection
 from engine.verify.selections import BestRanked, FirstDraw
+from engine.verify.two_phase import TwoPhase
 from tests.enumeration import (
     TinyModel,
     batch_of,

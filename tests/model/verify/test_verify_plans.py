@@ -1,4 +1,4 @@
-"""Local plans one node at a time, and the two phases against the recursion and the papers' own formulas."""
+"""Node plans one node at a time, and the two phases against the recursion and the papers' own formulas."""
 
 import itertools
 from collections.abc import Callable
@@ -10,12 +10,12 @@ import torch
 
 from engine.core.tree import Expansion
 from engine.verify.directions import BottomUp, TopDown
-from engine.verify.local_plans import AcceptanceSplit, LocalPlan, NodeFamilies, WithReplacement
+from engine.verify.node_plans import AcceptanceSplit, NodeFamilies, NodePlan, WithReplacement
 from tests.enumeration import DrawnTree, Law, TinyModel, batch_of, delayed_trees
 from tests.model.verify.given import given_by
 from tests.model.verify.rules_under_test import BLOCK, EXACT, ON_DELAYED, RULES, TRAVERSAL, outcomes_of, rule_of
 
-PLANS: list[LocalPlan] = [rule.plan for name, rule in ON_DELAYED.items() if name not in ("rrsw", "block")]  # each plan once
+PLANS: list[NodePlan] = [rule.plan for name, rule in ON_DELAYED.items() if name not in ("rrsw", "block")]  # each plan once
 
 
 class AcceptsAlways(WithReplacement):
@@ -28,7 +28,7 @@ class AcceptsAlways(WithReplacement):
 @pytest.mark.parametrize("mass", [1.0, 0.9, 0.5, 0.01])
 @pytest.mark.parametrize("num_draws", [1, 2, 3])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: type(plan).__name__)
-def test_a_plan_gives_each_token_its_share_of_the_mass(plan: LocalPlan, num_draws: int, mass: float) -> None:
+def test_a_plan_gives_each_token_its_share_of_the_mass(plan: NodePlan, num_draws: int, mass: float) -> None:
     for flavour in ("generic", "sparse", "equal"):
         model = TinyModel(4, seed=num_draws, flavour=flavour)
         trees = delayed_trees(model, Expansion(0, num_draws, 1))

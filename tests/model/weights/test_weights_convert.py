@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from engine.weights import WeightsCache, WeightsError, convert, gguf_tokenizer, resolve
 from engine.weights.references import resolve_preset
-from engine.weights.stored import stored_dtype
+from engine.weights.weight_headers import stored_dtype
 from tests.model import tiny_gguf
 from tests.model.tiny_gguf import TEMPLATE, tiny_model, write_gguf
 from tests.unit.weights.weights_wheels import publish, registry_environment

@@ -6,7 +6,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.model.causal_lm import load_model
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.native.linear import NativeLinear
 from engine.weights import gguf_tokenizer, resolve
 from tests.model.native_models import needs_library

@@ -30,7 +30,7 @@ from engine.worker.messages import Addresses, WorkerEvent
 from engine.worker.process import HEARTBEAT_S, ProcessLauncher, Worker
 from engine.worker.restart_limits import Supervision
 from engine.worker.step_log import StepNote
-from server.assembly import served_engine
+from server.adaptive_engine import served_engine
 from tests.clients import SWIFT, collect, end_of, patiently, running, submitted, tokens_of, until, worker_client
 from tests.counting_engine import Trick, build_counting, build_unless_marked, build_without_weights, counting_request
 
@@ -552,7 +552,7 @@ async def test_a_restarted_worker_knows_that_it_is(tmp_path: Path, template: str
 def test_the_template_imports_what_the_engine_needs() -> None:
     """A forked worker has nothing of weight left to import. No device is touched, and transformers is not imported."""
     code = (
-        "import sys, torch, server.template; from server.assembly import served_engine; before = set(sys.modules);"
+        "import sys, torch, server.worker_imports; from server.adaptive_engine import served_engine; before = set(sys.modules);"
         "from engine.build import build_served; from selector.build import adaptive_policy;"
         "print(set(sys.modules) - before, 'transformers' in sys.modules, torch.cuda.is_initialized())"
     )

@@ -73,7 +73,7 @@ def test_old_chances_are_forgotten():
 
 
 def test_the_library_has_the_same_edges():
-    header = (Path(native.__file__).parent / "ranked_tree.h").read_text()
+    header = (Path(native.__file__).parent / "cpp" / "ranked_tree.h").read_text()
     (numbers,) = re.findall(r"kShareEdges\[.*\] = \{(.*)\}", header)
     assert tuple(float(number) for number in numbers.split(",")) == Reliability.EDGES
     assert len(Reliability.EDGES) + 1 == NUM_SHARES

@@ -106,7 +106,7 @@ def test_every_source_of_the_library_is_declared():
     extensions = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
     assert {extension["name"] for extension in extensions} == {*library.MODULES.values()}
     for extension in extensions:
-        folder = ROOT.joinpath(*extension["name"].split(".")[:-1])
+        folder = ROOT.joinpath(*extension["name"].split(".")[:-1], "cpp")
         sources = {str(path.relative_to(ROOT)) for pattern in ("*.cpp", "*.h") for path in folder.glob(pattern)}
         assert {*extension["sources"], *extension.get("depends", ())} == sources
         assert "-ffp-contract=off" in extension["extra-compile-args"]

@@ -201,8 +201,8 @@ def test_pages_activate_the_environment_once() -> None:
 
 
 def test_programs_of_the_suite_name_the_extra(tmp_path: Path) -> None:
-    """The bug: `python -m tests.e2e.soak` without the extra dev ended in a ModuleNotFoundError."""
-    block = "import sys; sys.modules['httpx'] = None; sys.argv = ['soak']; import runpy; runpy.run_module('tests.e2e.soak')"
+    """The bug: `python -m tests.stress.soak` without the extra dev ended in a ModuleNotFoundError."""
+    block = "import sys; sys.modules['httpx'] = None; sys.argv = ['soak']; import runpy; runpy.run_module('tests.stress.soak')"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.attention.packing import Group
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.sampling.distributions import warped_probs
 from tests.typechecking import checked
 

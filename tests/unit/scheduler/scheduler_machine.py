@@ -18,7 +18,7 @@ from engine.core.tree import PLAIN, ROOT, Expansion, TokenTree
 from engine.core.types import FinishReason, Request, SamplingParams, Speculation
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.slot_pool import Block
+from engine.scheduler.slot_allocator import Block
 from tests.strategies import expansions
 
 Text = tuple[int, ...]

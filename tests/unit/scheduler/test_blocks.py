@@ -5,7 +5,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from engine.scheduler.slot_pool import IntegrityError, OutOfSlots, SlotPool
+from engine.scheduler.slot_allocator import IntegrityError, OutOfSlots, SlotAllocator
 
 NUM_SLOTS = 12
 
@@ -13,7 +13,7 @@ NUM_SLOTS = 12
 class PoolMachine(RuleBasedStateMachine):
     """Owners take slots and give some of them back, in any order."""
 
-    pool_class = SlotPool
+    pool_class = SlotAllocator
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,35 +53,35 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(0 <= slot < NUM_SLOTS for table in self.tables for slot in table)
 
 
-class LeakyPool(SlotPool):
+class LeakyPool(SlotAllocator):
     def free(self, slots):
         super().free(slots[1:])
 
 
-class GenerousPool(SlotPool):
+class GenerousPool(SlotAllocator):
     def allocate(self, count):
         slots = super().allocate(count)
         self._free.extend(slots[:1])
         return slots
 
 
-class ForgetfulPool(SlotPool):
+class ForgetfulPool(SlotAllocator):
     def free(self, slots):
         self._free.extend(slots)
 
 
-class GreedyPool(SlotPool):
+class GreedyPool(SlotAllocator):
     def allocate(self, count):
         return super().allocate(min(count, self.num_free))
 
 
-def run(pool_class: type[SlotPool], *phases: Phase) -> None:
+def run(pool_class: type[SlotAllocator], *phases: Phase) -> None:
     machine = type("Machine", (PoolMachine,), {"pool_class": pool_class})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=20, phases=phases))
 
 
 def test_pool():
-    run(SlotPool, Phase.generate, Phase.shrink)
+    run(SlotAllocator, Phase.generate, Phase.shrink)
 
 
 @pytest.mark.parametrize("mutant", [LeakyPool, GenerousPool, ForgetfulPool, GreedyPool])
@@ -91,14 +91,14 @@ def test_pool_kills(mutant):
 
 
 def test_check_sees_a_slot_with_two_owners():
-    pool = SlotPool(4)
+    pool = SlotAllocator(4)
     table = pool.allocate(2)
     with pytest.raises(IntegrityError, match="two owners"):
         pool.check([table, table[:1]])
 
 
 def test_check_sees_a_leak():
-    pool = SlotPool(4)
+    pool = SlotAllocator(4)
     pool.allocate(2)
     with pytest.raises(IntegrityError, match="2 slots are in use, sequences own 0"):
         pool.check([])

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from engine.core.types import RequestDefaults
-from server.formats.anthropic import MessagesFormat
-from server.formats.responses import ResponsesFormat
+from server.answer_formats.anthropic import MessagesFormat
+from server.answer_formats.responses import ResponsesFormat
 from server.generation.sample import Piece
 from server.schemas.answer import Usage
 from server.schemas.responses import ResponsesRequest
-from server.tool_calls.reader import CallPiece, ReadText, in_order
+from server.text.parsed_text import CallPiece, ReadText, in_order
 
 BEGIN, END = CallPiece(0, "f"), CallPiece(0, arguments='{"a": 1}')
 # A token may end the arguments of a call and begin the text behind it.

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.reasoning.reader import Markers, ReasoningReader
+from server.text.parsed_text import PlainReader, ReadText, merged
 from server.tool_calls.markup_reader import MarkupReader
-from server.tool_calls.reader import PlainReader, ReadText, merged
 from server.tool_calls.syntaxes import SYNTAXES
 
 _CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

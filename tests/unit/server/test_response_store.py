@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from server.responses.store import ResponseStore, StoredResponse, StoreLimits
+from server.stored_responses.store import ResponseStore, StoredResponse, StoreLimits
 
 
 def _response(name: str, previous: str | None = None, **fields: Any) -> StoredResponse:

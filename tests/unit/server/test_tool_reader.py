@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.text.parsed_text import ReadText, merged
 from server.tool_calls.json_end import JsonEnd
 from server.tool_calls.markup_reader import MarkupReader
-from server.tool_calls.reader import ReadText, merged
 from server.tool_calls.syntaxes import SYNTAXES
 from tests.tool_templates import rendered_calls
 

@@ -4,7 +4,7 @@ import pytest
 
 from engine.core.types import FinishReason, TokenEvent
 from engine.core.validation import refusal_event
-from engine.scheduler.slot_pool import IntegrityError
+from engine.scheduler.slot_allocator import IntegrityError
 from engine.worker.engine_loop import EngineLoop
 from engine.worker.messages import Abort, Add, StepResult
 from tests.counting_engine import MAX_MODEL_LEN, CountingEngine, Trick, counting_request

@@ -1,0 +1,139 @@
+"""A pass of the library over packed segments: collects the addresses of all arrays for one call.
+
+Shape key: T packed tokens, S slots, N rows of logits, M their columns, D width, P positions, K head size.
+"""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from engine.attention.packing import PackedBatch
+from engine.kv_cache.kv_cache import KVCache
+from engine.native import library
+from engine.native.linear import QUANTISED
+
+Tables = tuple[Float[Tensor, "P K"], Float[Tensor, "P K"]]  # cosines and sines by position
+
+
+@dataclass(frozen=True)
+class Output:
+    """Logits of some tokens, the output head's inputs for them, and states of all tokens after some layers.
+
+    `likeliest` has each row's largest logit and its first column; the logit is NaN if the row has a NaN.
+    `after[i]`: i < depth after layer i; depth: after the last norm.
+    """
+
+    logits_NM: Float[Tensor, "N M"]
+    head_inputs_ND: Float[Tensor, "N D"]
+    after: dict[int, Float[Tensor, "T D"]]
+    likeliest: list[tuple[float, int]]
+
+
+@dataclass(frozen=True)
+class SlotStates:
+    """States by slot, float32, read in place; packed token t reads the state of slot `before_T[t]`."""
+
+    pool_SD: Float[Tensor, "S D"]
+    before_T: Int[Tensor, " T"]
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """A draft head's features of a target's tokens, stored by the target's passes. `keeps` owns what `structure` points at."""
+
+    structure: library.FeaturesStructure
+    keeps: tuple[object, ...]
+
+
+def cache_dtype(precision: str) -> torch.dtype:
+    """Return the format of cached keys and values: float16 if inputs are rounded to integers, which is far coarser."""
+    return torch.float16 if precision in QUANTISED else torch.float32
+
+
+class Runner:
+    """Runs passes of one model or draft head in a precision. The caller owns the tensors that `structure` points at."""
+
+    def __init__(self, structure: library.Decoder, precision: str) -> None:
+        self.structure, self.cache_dtype = structure, cache_dtype(precision)
+        self._pools: WeakKeyDictionary[KVCache, tuple[library.Pointers, library.Pointers, int]] = WeakKeyDictionary()
+
+    def run(
+        self,
+        batch: PackedBatch,
+        cache: KVCache,
+        rotations: Sequence[Tables],
+        rows_N: Int[Tensor, " N"],
+        kept: Iterable[int] = (),
+        slot_states: SlotStates | None = None,
+        features: Features | None = None,
+    ) -> Output:
+        """Run one pass over the packed tokens; write their keys; return logits of the chosen ones, and the `kept` states.
+
+        A target's pass stores the inputs of `features`. A draft head reads `slot_states`, or computes `features` from their
+        slots. It writes its states of the chosen tokens to their slots.
+        """
+        shape, num_rows = self.structure, len(rows_N)
+        after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
+        largest_N, likeliest_N = np.empty(num_rows, dtype=np.float32), np.empty(num_rows, dtype=np.int64)
+        logits_NM, head_inputs_ND = torch.empty(num_rows, shape.head.num_outputs), torch.empty(num_rows, shape.width)
+        pass_ = self.pass_over(batch, cache, rotations, slot_states)
+        pass_.num_rows, pass_.rows = num_rows, rows_N.data_ptr()
+        pass_.states, pass_.logits = head_inputs_ND.data_ptr(), logits_NM.data_ptr()
+        pass_.largest, pass_.likeliest = library.address(largest_N), library.address(likeliest_N)
+        pass_.kept = library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)])
+        if features is not None:
+            pass_.features = ctypes.pointer(features.structure)
+        library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
+        cache.check_read(batch.flat.key_slots)
+        likeliest = list(zip(largest_N.tolist(), likeliest_N.tolist(), strict=True))
+        return Output(logits_NM, head_inputs_ND, after, likeliest)
+
+    def pass_over(
+        self, batch: PackedBatch, cache: KVCache, rotations: Sequence[Tables], slot_states: SlotStates | None = None
+    ) -> library.Pass:
+        """Return the structure of a pass over the packed tokens, without its outputs. It points into the arguments."""
+        flat, pass_ = batch.flat, self.shared_addresses(cache, rotations, None if slot_states is None else slot_states.pool_SD)
+        tokens, row = library.address(batch.tokens_3T), 8 * batch.num_tokens
+        table, column = library.address(flat.table), 8 * len(batch.starts)
+        pass_.num_tokens, pass_.num_segments = batch.num_tokens, len(batch.segments)
+        pass_.token_ids, pass_.positions, pass_.write_slots = tokens, tokens + row, tokens + 2 * row
+        pass_.before = None if slot_states is None else slot_states.before_T.data_ptr()
+        pass_.first_token, pass_.first_key = table, table + column
+        pass_.first_tail, pass_.first_seen = table + 2 * column, table + 3 * column
+        pass_.key_slots, pass_.tail_positions = library.address(flat.key_slots), library.address(flat.tail_positions)
+        pass_.seen = library.address(flat.seen)
+        return pass_
+
+    def shared_addresses(
+        self, cache: KVCache, rotations: Sequence[Tables], pool_SD: Float[Tensor, "S D"] | None = None
+    ) -> library.Pass:
+        """Return the structure of a pass with the addresses of everything that does not depend on its tokens."""
+        keys, values, head_stride = self._pools_of(cache)
+        return library.Pass(
+            pool=None if pool_SD is None else pool_SD.data_ptr(),
+            keys=keys,
+            values=values,
+            head_stride=head_stride,
+            cosines=library.pointers([cosines.data_ptr() for cosines, _ in rotations]),
+            sines=library.pointers([sines.data_ptr() for _, sines in rotations]),
+            kept=library.pointers([0] * (self.structure.num_layers + 1)),
+            is_cached_in_half=self.cache_dtype == torch.float16,
+        )
+
+    def _pools_of(self, cache: KVCache) -> tuple[library.Pointers, library.Pointers, int]:
+        """Return the addresses of a cache's keys and values, by layer, and the stride between heads. Pools never move."""
+        if cache not in self._pools:
+            shape = self.structure
+            sizes, dtype = (shape.num_kv_heads, shape.head_size), self.cache_dtype
+            pools = [cache.pools(layer, *sizes, dtype) for layer in range(shape.num_layers)]
+            keys, values = zip(*((keys.data_ptr(), values.data_ptr()) for keys, values in pools), strict=True)
+            first = pools[0][0]
+            assert first.stride(0) == shape.head_size, "a head's keys must be contiguous"
+            self._pools[cache] = library.pointers(keys), library.pointers(values), first.stride(1)
+        return self._pools[cache]

@@ -1,0 +1,1 @@
+"""Tests of server/answer_formats/, over a fake engine."""

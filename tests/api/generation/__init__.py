@@ -1,0 +1,1 @@
+"""Tests of server/generation/, over a fake engine."""

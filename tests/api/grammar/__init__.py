@@ -1,0 +1,1 @@
+"""Tests of server/grammar/, over a fake engine."""

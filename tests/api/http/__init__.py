@@ -1,0 +1,1 @@
+"""Tests of server/http/, over a fake engine."""

@@ -1,0 +1,1 @@
+"""Tests of server/text/, over a fake engine."""

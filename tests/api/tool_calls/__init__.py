@@ -1,0 +1,1 @@
+"""Tests of server/tool_calls/, over a fake engine."""
