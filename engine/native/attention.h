@@ -154,28 +154,20 @@ class Attention {
     task.row = row;
     task.out = out + (begin * heads.num_kv + h) * shared * size;
     task.out_row = heads.num_query * size;
-    if (tokens >= kFewestInLanes && tokens <= kLanes && !is_hidden && is_text(task)) {
-      for (int64_t g = 0; g < shared; g += kMostVectors) {
-        switch (std::min(kMostVectors, shared - g)) {
-          case 1:
-            run_in_lanes<1>(task, g);
-            break;
-          case 2:
-            run_in_lanes<2>(task, g);
-            break;
-          default:
-            run_in_lanes<3>(task, g);
-        }
-      }
+    if (tokens * shared >= kFewestRows && !is_hidden && is_text(task)) {
+      run_in_lanes(task);
     } else {
-      run_by_token(task);
+      for (int64_t t = 0; t < tokens; t += kTokensByKey)
+        run_by_token(task.part(t, std::min(kTokensByKey, tokens - t)));
     }
   }
 
  private:
+  static constexpr int64_t kTokensByKey = 16;   // tokens that share transposed keys
   static constexpr int64_t kTogether = 4;       // heads that read a key or value together
   static constexpr int64_t kKeys = 2 * kLanes;  // keys that are read at a time
   static constexpr int64_t kFewestKept = 4;     // tokens from which on terms of common values are computed once
+  static constexpr float kLeastTop = -0x1p100f;  // below all scores
   static constexpr int64_t kAhead = 16;         // values between prefetch and use: slots are scattered
 
   // The arguments of `run`, and the ranges of keys that follow from them.
@@ -195,16 +187,26 @@ class Attention {
     int64_t row;
     float* out;
     int64_t out_row;
+
+    // The same of some of the tokens.
+    Task part(int64_t first, int64_t count) const {
+      Task task = *this;
+      task.begin += first;
+      task.tokens = count;
+      task.queries += first * row;
+      task.out += first * out_row;
+      return task;
+    }
   };
 
-  // Weights of scores minus the largest score.
+  // 2^(scores - top) of a whole top. The fractions of weights do not depend on it, so another top gives exact multiples.
   template <typename Terms>
-  static Floats weights_of(Floats x) {
-    const Floats n = nearest(x), r = x - n;
+  static Floats weights_of(Floats scores, Floats top) {
+    const Floats n = nearest(scores), r = scores - n, power = n - top;
     Floats p = spread(Terms::kPowers[0]);
     for (size_t i = 1; i < std::size(Terms::kPowers); i++)
       p = fused(p, r, spread(Terms::kPowers[i]));
-    return blend(is_more(spread(-40.0f), x), times_power_of_2(fused(p, r, spread(1.0f)), n), spread(0.0f));
+    return blend(is_more(spread(-100.0f), power), times_power_of_2(fused(p, r, spread(1.0f)), power), spread(0.0f));
   }
 
   // Queries are scaled so that weights are powers of 2.
@@ -469,18 +471,14 @@ class Attention {
   // Replace scores by terms of weights; return 1 / their total.
   template <typename Terms>
   static float soften(float* scores, int64_t count) {
-    Floats largest = spread(-std::numeric_limits<float>::infinity());
-    Where broken = nowhere();
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const Floats v = load(largest, lanes_left(count - i), scores + i);
-      broken = broken | is_nan(v);
-      largest = larger(largest, v);
-    }
-    const float top = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : most(largest);
+    Floats largest = spread(kLeastTop);
+    for (int64_t i = 0; i < count; i += kLanes)
+      largest = larger(largest, load(largest, lanes_left(count - i), scores + i));
+    const Floats top = nearest(spread(most(largest)));
     Floats total = spread(0.0f);
     const auto weights = [&](int64_t i) {
       const Mask m = lanes_left(std::max<int64_t>(0, count - i));
-      const Floats w = only(m, weights_of<Terms>(load(m, scores + i) - spread(top)));
+      const Floats w = only(m, weights_of<Terms>(load(m, scores + i), top));
       total = total + w;
       return w;
     };
@@ -529,16 +527,16 @@ class Attention {
     });
   }
 
-  // In lanes: the tokens of a head are the lanes of a vector
+  // In lanes: a row is a token and a head, and the lane of a vector
 
-  static constexpr int64_t kFewestInLanes = 8;  // tokens
-  static constexpr int64_t kMostVectors = 3;    // heads that read a key or value together
-  static constexpr int kKeysAtOnce = kNumRegisters == 32 ? 4 : 2;     // so that all sums are in registers
-  static constexpr int kTokensAtOnce = 4;
+  static constexpr int64_t kFewestRows = 24;
+  static constexpr int64_t kMostVectors = 3;  // of rows that read a key or value together
+  static constexpr int kKeysAtOnce = kNumRegisters == 32 ? 4 : 2;    // so that all sums are in registers
+  static constexpr int kRowsAtOnce = 4;
   static constexpr int kValuesAtOnce = kNumRegisters == 32 ? 4 : 2;  // registers of a value
   static constexpr int64_t kStride = kValuesAtOnce * kRegister;
 
-  // Whether each token sees the keys before a place, which later tokens do not move back: find these places.
+  // Whether each token sees the keys before a place, and no others; find these places.
   template <typename Terms>
   bool is_text(const Task<Terms>& task) {
     const int64_t width = task.num_keys - task.num_context;
@@ -547,79 +545,214 @@ class Attention {
     counts_.clear();
     for (int64_t t = 0; t < task.tokens; t++, seen += width) {
       const int64_t count = std::find(seen, seen + width, 0) - seen;
-      if (std::find(seen + count, seen + width, 1) != seen + width || (t && task.num_context + count < counts_.back()))
+      if (std::find(seen + count, seen + width, 1) != seen + width)
         return false;
       counts_.push_back(task.num_context + count);
     }
-    return counts_.front() > 0;
+    return *std::min_element(counts_.begin(), counts_.end()) > 0;
   }
 
-  // Heads [g, g + V).
-  template <int V, typename Terms>
-  void run_in_lanes(const Task<Terms>& task, int64_t g) {
+  // A token and a head: its query and output, and the number of keys that the token sees.
+  struct Row {
+    const float* query;
+    float* out;
+    int64_t num_keys;
+  };
+
+  // Up to 48 rows whose scores are computed together.
+  struct RowGroup {
+    int64_t first, num_rows, num_vectors;
+    int64_t num_common, num_keys;  // that all rows see, and that any row sees
+  };
+
+  // Keys are processed 32 at a time, which are converted once for all rows.
+  template <typename Terms>
+  void run_in_lanes(const Task<Terms>& task) {
+    set_rows(task);
+    const int64_t padded = padded_ = (task.size + kStride - 1) / kStride * kStride, num_rows = rows_.size();
+    key_stride_ = task.num_terms + kLanes;
+    grow(block_, key_stride_ * num_rows);
+    grow(values_, padded * kKeys);
+    grow(keys_, key_stride_ * kKeys);
+    grow(sums_, num_rows * padded);
+    std::fill_n(sums_.begin(), num_rows * padded, 0.0f);
+    totals_.assign(num_rows * kLanes, 0.0f);
+    tops_.assign(num_rows, kLeastTop);
+    int64_t most = 0;
+    for (const RowGroup& group : groups_) {
+      by_vectors(group, [&](auto v) { set_queries<v>(task, group); });
+      most = std::max(most, group.num_keys);
+    }
+    for (int64_t k = 0; k < most; k += kKeys) {
+      const int64_t count = std::min(kKeys, most - k);
+      for (int64_t i = k + kKeys; i < std::min(most, k + 2 * kKeys); i++) {
+        task.keys.template fetch<_MM_HINT_T0>(i);
+        task.values.template fetch<_MM_HINT_T0>(i);
+      }
+      keep_values<Terms>(task.values, k, count, padded);
+      for (int64_t i = 0; i < kKeys; i++)
+        key_rows_[i] = key_terms(task, k + std::min(i, count - 1), i);
+      for (const RowGroup& group : groups_)
+        if (k < group.num_keys)
+          by_vectors(group, [&](auto v) { add_keys<Terms, v>(group, task.num_terms, k, count); });
+    }
+    for (const RowGroup& group : groups_)
+      by_vectors(group, [&](auto v) { finish<v>(group, task.size); });
+  }
+
+  // Lanes without a row repeat the last one.
+  template <typename Terms>
+  void set_rows(const Task<Terms>& task) {
+    const int64_t tokens = task.tokens, num_rows = tokens * task.shared;
+    rows_.resize((num_rows + kLanes - 1) / kLanes * kLanes);
+    for (int64_t r = 0; r < (int64_t)rows_.size(); r++) {
+      const int64_t own = std::min(r, num_rows - 1), t = own % tokens, g = own / tokens;
+      rows_[r] = {task.queries + t * task.row + g * task.size, task.out + t * task.out_row + g * task.size, counts_[t]};
+    }
+    groups_.clear();
+    for (int64_t r = 0; r < num_rows; r += kMostVectors * kLanes) {
+      const int64_t vectors = std::min<int64_t>(kMostVectors, (rows_.size() - r) / kLanes);
+      const auto by_keys = [](const Row& a, const Row& b) { return a.num_keys < b.num_keys; };
+      const auto [least, most] = std::minmax_element(&rows_[r], &rows_[r] + vectors * kLanes, by_keys);
+      groups_.push_back({r, std::min(num_rows - r, vectors * kLanes), vectors, least->num_keys, most->num_keys});
+    }
+  }
+
+  // Call use(V) for the vectors of a group: a constant.
+  template <typename Use>
+  static void by_vectors(const RowGroup& group, const Use& use) {
+    if (group.num_vectors == 3) {
+      use(std::integral_constant<int, 3>());
+    } else if (group.num_vectors == 2) {
+      use(std::integral_constant<int, 2>());
+    } else {
+      use(std::integral_constant<int, 1>());
+    }
+  }
+
+  // Add 32 keys to the sums of a group. If a row's largest score becomes larger, its sums so far are multiplied by a
+  // power of 2, which is exact.
+  template <typename Terms, int V>
+  void add_keys(const RowGroup& group, int64_t terms, int64_t k, int64_t count) {
     constexpr int64_t kRows = V * kLanes;
-    const int64_t most = counts_.back();
-    padded_ = (task.size + kStride - 1) / kStride * kStride;
-    grow(scores_, (most + kKeys) * kRows);
-    grow(block_, task.num_terms * kRows);
-    grow(values_, padded_ * kKeys);
-    grow(keys_, (task.num_terms + kLanes) * kKeys);
-    counts_.resize(kLanes, most);  // lanes without a token repeat the last token
-    set_queries<V>(task, g);
-    Floats top[V];
-    score_in_lanes<V>(task, top);
-    gather_in_lanes<V>(task, g, top);
-    counts_.resize(task.tokens);
+    alignas(64) float scores[kKeys][kRows], weights[kKeys / Terms::kNumbers][kRows];
+    const Row* rows = &rows_[group.first];
+    float *totals = &totals_[group.first * kLanes], *sums = &sums_[group.first * padded_];
+    for (int64_t j = 0; j < count; j += kKeysAtOnce)
+      score_keys<Terms, V>(key_rows_ + j, &block_[group.first * key_stride_], terms, scores[j]);
+    if (k + count > group.num_common)
+      hide<V>(rows, k, count, scores[0]);
+    for (int v = 0; v < V; v++) {
+      float* tops = &tops_[group.first + v * kLanes];
+      const Floats top = load(tops), largest = nearest(larger(top, largest_of<V>(scores[0] + v * kLanes, count)));
+      if (bits(is_more(largest, top)))
+        rescale<V>(larger(spread(-200.0f), top - largest), totals + v * kLanes, sums + v * kLanes * padded_);
+      store(tops, largest);
+      weigh<Terms, V>(scores[0] + v * kLanes, count, largest, totals + v * kLanes, weights[0] + v * kLanes);
+    }
+    for (int64_t r = 0; r < group.num_rows; r += kRowsAtOnce)
+      gather_rows<Terms>(rows + r, k, count, weights[0] + r, kRows, sums + r * padded_);
   }
 
-  // block_ [terms, V, 16] = terms of queries.
+  template <int V>
+  void finish(const RowGroup& group, int64_t size) {
+    float* totals = &totals_[group.first * kLanes];
+    for (int64_t half = kLanes / 2 * V * kLanes; half >= V * kLanes; half /= 2)
+      for (int64_t i = 0; i < half; i += kLanes)
+        store(totals + i, load(totals + i) + load(totals + half + i));
+    for (int64_t r = 0; r < group.num_rows; r++) {
+      const Floats share = spread(1.0f / totals[r]);
+      const float* sums = &sums_[(group.first + r) * padded_];
+      for (int64_t d = 0; d < size; d += kLanes)
+        store(rows_[group.first + r].out + d, lanes_left(size - d), load(sums + d) * share);
+    }
+  }
+
+  // block_ [terms, V, 16] of a group = terms of queries.
   template <int V, typename Terms>
-  void set_queries(const Task<Terms>& task, int64_t g) {
+  void set_queries(const Task<Terms>& task, const RowGroup& group) {
+    float* to = &block_[group.first * key_stride_];
     for (int v = 0; v < V; v++)
       for (int64_t i = 0; i < task.num_terms; i += kLanes) {
+        const Left left(task.size, i * Terms::kNumbers);
         Floats r[kLanes];
         for (int64_t t = 0; t < kLanes; t++)
-          r[t] = Terms::of_query(task.queries + std::min(t, task.tokens - 1) * task.row + (g + v) * task.size, i,
-                                 Left(task.size, i * Terms::kNumbers), query_scaling(task.heads));
+          r[t] = Terms::of_query(rows_[group.first + v * kLanes + t].query, i, left, query_scaling(task.heads));
         latebranch::transpose(r);
-        for (int64_t j = 0; j < std::min(kLanes, task.num_terms - i); j++)
-          store(block_.data() + ((i + j) * V + v) * kLanes, r[j]);
+        for (int64_t j = 0; j < kLanes; j++)
+          store(to + ((i + j) * V + v) * kLanes, r[j]);
       }
   }
 
-  // scores_ [keys, V, 16], and the largest of each lane.
-  template <int V, typename Terms>
-  void score_in_lanes(const Task<Terms>& task, Floats (&top)[V]) {
-    const int64_t least = counts_.front(), most = counts_.back(), terms = task.num_terms;
-    const Floats none = spread(-std::numeric_limits<float>::infinity());
-    Where broken[V];
-    for (int v = 0; v < V; v++)
-      top[v] = none, broken[v] = nowhere();
-    for (int64_t k = 0; k < most; k += kKeysAtOnce) {
-      const float* rows[kKeysAtOnce];
-      for (int i = 0; i < kKeysAtOnce; i++)
-        rows[i] = key_terms(task, std::min(k + i, most - 1), i);
-      float* to = scores_.data() + k * V * kLanes;
-      score_keys<Terms, V>(rows, block_.data(), terms, to);
-      for (int64_t i = 0; i < std::min<int64_t>(kKeysAtOnce, most - k); i++)
-        for (int v = 0; v < V; v++) {
-          float* own = to + (i * V + v) * kLanes;
-          Floats s = load(own);
-          if (k + i >= least) {
-            s = load(none, lanes_after(k + i), own);
-            store(own, s);
-          }
-          broken[v] = broken[v] | is_nan(s);
-          top[v] = larger(top[v], s);
-        }
+  // Multiply totals [16, V, 16] and sums [16, padded] of 16 rows by powers of 2.
+  template <int V>
+  void rescale(Floats powers, float* totals, float* sums) const {
+    const Floats factors = times_power_of_2(spread(1.0f), powers);
+    alignas(64) float factor[kLanes];
+    store(factor, factors);
+    for (int64_t i = 0; i < kLanes; i++, totals += V * kLanes, sums += padded_) {
+      store(totals, load(totals) * factors);
+      for (int64_t d = 0; factor[i] != 1.0f && d < padded_; d += kLanes)
+        store(sums + d, load(sums + d) * spread(factor[i]));
     }
-    for (int v = 0; v < V; v++)
-      top[v] = blend(broken[v], top[v], spread(std::numeric_limits<float>::quiet_NaN()));
   }
 
-  // The lanes of tokens that see key k.
-  Mask lanes_after(int64_t k) const {
-    return (Mask)(0xFFFF << (std::upper_bound(counts_.begin(), counts_.end(), k) - counts_.begin()));
+  // The lanes of rows that see key k.
+  static Mask lanes_after(const Row* rows, int64_t k) {
+    Mask mask = 0;
+    for (int64_t i = 0; i < kLanes; i++)
+      mask |= (Mask)((rows[i].num_keys > k) << i);
+    return mask;
+  }
+
+  // Replace scores of keys that rows do not see, of scores [count, V, 16] of keys from k on: their weights are 0.
+  template <int V>
+  static void hide(const Row* rows, int64_t k, int64_t count, float* scores) {
+    for (int64_t i = 0; i < count; i++)
+      for (int v = 0; v < V; v++) {
+        float* own = scores + (i * V + v) * kLanes;
+        store(own, load(spread(kLeastTop), lanes_after(rows + v * kLanes, k + i), own));
+      }
+  }
+
+  // The largest of scores [count, V, 16] of each lane.
+  template <int V>
+  static Floats largest_of(const float* scores, int64_t count) {
+    Floats even = load(scores), odd = even;
+    for (int64_t i = 1; i + 1 < count; i += 2) {
+      even = larger(even, load(scores + i * V * kLanes));
+      odd = larger(odd, load(scores + (i + 1) * V * kLanes));
+    }
+    return larger(larger(even, odd), load(scores + (count - 1) * V * kLanes));
+  }
+
+  // Terms of weights [count, V, 16] of scores; adds the weights to totals [16, V, 16].
+  template <typename Terms, int V>
+  __attribute__((noinline)) static void weigh(const float* scores, int64_t count, const Floats top, float* totals,
+                                              float* weights) {
+    constexpr int64_t kNumbers = Terms::kNumbers, kRows = V * kLanes;
+    if (count == kKeys) {
+      for (int64_t i = 0; i < kLanes; i += kNumbers) {
+        Floats low[kNumbers], high[kNumbers];
+        LATEBRANCH_UNROLLED_FOR (int j = 0; j < kNumbers; j++) {
+          low[j] = weights_of<Terms>(load(scores + (i + j) * kRows), top);
+          high[j] = weights_of<Terms>(load(scores + (i + j + kLanes) * kRows), top);
+          store(totals + (i + j) * kRows, load(totals + (i + j) * kRows) + low[j] + high[j]);
+        }
+        store(weights + i / kNumbers * kRows, Terms::joined(low[0], low[kNumbers - 1]));
+        store(weights + (i + kLanes) / kNumbers * kRows, Terms::joined(high[0], high[kNumbers - 1]));
+      }
+      return;
+    }
+    for (int64_t i = 0; i < count; i += kNumbers) {
+      Floats some[2] = {spread(0.0f), spread(0.0f)};
+      for (int64_t j = i; j < std::min(count, i + kNumbers); j++) {
+        float* total = totals + j % kLanes * kRows;
+        some[j - i] = weights_of<Terms>(load(scores + j * kRows), top);
+        store(total, load(total) + some[j - i]);
+      }
+      store(weights + i / kNumbers * kRows, Terms::joined(some[0], some[1]));
+    }
   }
 
   // Terms of a key: the cached numbers themselves, or row i of keys_.
@@ -628,7 +761,7 @@ class Attention {
     if constexpr (std::is_same_v<typename Terms::Cached, float>) {
       return task.keys[k];
     } else {
-      float* to = keys_.data() + i * (task.num_terms + kLanes);
+      float* to = keys_.data() + i * key_stride_;
       const auto* row = task.keys[k];
       for (int64_t j = 0, terms = task.num_terms, size = task.size; j < terms; j += kLanes)
         store(to + j, Terms::of_row(row, j, Left(size, j * Terms::kNumbers)));
@@ -666,62 +799,25 @@ class Attention {
     }
   }
 
-  // The outputs of heads [g, g + V).
-  template <int V, typename Terms>
-  void gather_in_lanes(const Task<Terms>& task, int64_t g, const Floats (&top)[V]) {
+  // Add weighted values of keys [k, k + count) to sums [4, padded].
+  template <typename Terms>
+  void gather_rows(const Row* rows, int64_t k, int64_t count, const float* weights, int64_t stride, float* sums) const {
     constexpr int64_t kNumbers = Terms::kNumbers;
-    const int64_t most = counts_.back();
-    grow(sums_, V * kLanes * padded_);
-    std::fill_n(sums_.begin(), V * kLanes * padded_, 0.0f);
-    alignas(64) float totals[kLanes][V * kLanes] = {}, weights[kKeys / kNumbers][V * kLanes];
-    for (int64_t k = 0; k < most; k += kKeys) {
-      const int64_t count = std::min(kKeys, most - k);
-      for (int64_t i = 0; i < count; i += kNumbers)
-        for (int v = 0; v < V; v++) {
-          const auto weight = [&](int64_t i) {
-            float* total = totals[i % kLanes] + v * kLanes;
-            const Floats w = weights_of<Terms>(load(scores_.data() + ((k + i) * V + v) * kLanes) - top[v]);
-            store(total, load(total) + w);
-            return w;
-          };
-          const Floats first = weight(i);
-          store(weights[i / kNumbers] + v * kLanes,
-                Terms::joined(first, kNumbers == 2 && i + 1 < count ? weight(i + 1) : spread(0.0f)));
-        }
-      keep_values<Terms>(task.values, k, count, padded_);
-      for (int64_t row = 0; row < V * kLanes; row += kTokensAtOnce) {
-        if (row % kLanes >= task.tokens)
-          continue;
-        const int64_t common = std::clamp<int64_t>(counts_[row % kLanes] - k, 0, count) / kNumbers;
-        for (int64_t d = 0; d < padded_; d += kStride)
-          gather_rows<Terms, kTokensAtOnce>(values_.data() + d, padded_, common, false, weights[0] + row, V * kLanes,
-                                            sums_.data() + row * padded_ + d);
-        for (int64_t r = row; r < row + kTokensAtOnce; r++) {
-          const int64_t own = std::clamp<int64_t>(counts_[r % kLanes] - k, 0, count);
-          for (int64_t d = 0; common * kNumbers < own && d < padded_; d += kStride)
-            gather_rows<Terms, 1>(values_.data() + common * padded_ + d, padded_,
-                                  (own + kNumbers - 1) / kNumbers - common, own % kNumbers != 0,
-                                  weights[common] + r, V * kLanes, sums_.data() + r * padded_ + d);
-        }
-      }
-    }
-    for (int v = 0; v < V; v++) {
-      alignas(64) float shares[kLanes];
-      for (int64_t half = kLanes / 2; half; half /= 2)
-        for (int64_t i = 0; i < half; i++)
-          store(totals[i] + v * kLanes, load(totals[i] + v * kLanes) + load(totals[i + half] + v * kLanes));
-      store(shares, spread(1.0f) / load(totals[0] + v * kLanes));
-      for (int64_t t = 0; t < task.tokens; t++)
-        for (int64_t d = 0; d < task.size; d += kLanes)
-          store(task.out + t * task.out_row + (g + v) * task.size + d, lanes_left(task.size - d),
-                load(sums_.data() + (v * kLanes + t) * padded_ + d) * spread(shares[t]));
-    }
+    const auto seen = [&](int64_t r) { return std::clamp<int64_t>(rows[r].num_keys - k, 0, count); };
+    const int64_t least = std::min({seen(0), seen(1), seen(2), seen(3)});
+    const int64_t common = least == count ? (count + kNumbers - 1) / kNumbers : least / kNumbers;
+    for (int64_t d = 0; d < padded_; d += kStride)
+      gather_terms<Terms, kRowsAtOnce>(values_.data() + d, padded_, common, false, weights, stride, sums + d);
+    for (int64_t r = 0; r < kRowsAtOnce; r++)
+      for (int64_t d = 0; common * kNumbers < seen(r) && d < padded_; d += kStride)
+        gather_terms<Terms, 1>(values_.data() + common * padded_ + d, padded_, (seen(r) + kNumbers - 1) / kNumbers - common,
+                               seen(r) % kNumbers != 0, weights + common * stride + r, stride, sums + r * padded_ + d);
   }
 
   // Add `count` weighted terms of values [terms, padded] to sums [R, padded]. `is_half`: the last term has one key.
   template <typename Terms, int R>
-  __attribute__((noinline)) static void gather_rows(const float* values, int64_t padded, int64_t count, bool is_half,
-                                                    const float* weights, int64_t stride, float* sums) {
+  __attribute__((noinline)) static void gather_terms(const float* values, int64_t padded, int64_t count, bool is_half,
+                                                     const float* weights, int64_t stride, float* sums) {
     Register sum[R][kValuesAtOnce];
     LATEBRANCH_UNROLLED_FOR (int r = 0; r < R; r++)
       LATEBRANCH_UNROLLED_FOR (int v = 0; v < kValuesAtOnce; v++)
@@ -746,8 +842,11 @@ class Attention {
   }
 
   int64_t width_ = 0;   // of a query's scores
-  int64_t padded_ = 0;  // numbers of a value in lanes
-  std::vector<float> scores_, block_, keys_, values_, query_terms_, shares_, sums_;
+  int64_t padded_ = 0, key_stride_ = 0;  // numbers of a kept value, and of a kept key
+  const float* key_rows_[kKeys] = {};
+  std::vector<float> scores_, block_, keys_, values_, query_terms_, shares_, sums_, totals_, tops_;
+  std::vector<Row> rows_;
+  std::vector<RowGroup> groups_;
   std::vector<int64_t> seen_slots_, counts_;
   std::vector<Mask> masks_;
 };

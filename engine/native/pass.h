@@ -29,7 +29,7 @@
 
 namespace latebranch {
 
-constexpr int64_t kTokensTogether = 16;  // most tokens of a segment that read its keys together
+constexpr int64_t kTokensTogether = 64;  // most tokens of a segment that read its keys together
 constexpr int64_t kFewestTogether = 2;   // with fewer, keys are read too often, even if threads would be idle
 
 struct Layer {
