@@ -249,6 +249,49 @@ inline void transpose(Floats (&r)[16]) {
   }
 }
 
+// Pairs of bfloat16 numbers (avx512.h): AVX2 has no instructions for them.
+
+inline bool has_pair_products() { return false; }
+
+inline __m256i nearest_halves(Register v) {
+  const __m256i bits = _mm256_castps_si256(v), is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), is_odd);
+  const __m256i nan = _mm256_set1_epi32(0x7FC00000), where = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, nan, where);
+}
+
+inline Register pairs_of(Register first, Register second) {
+  const __m256i halves = _mm256_packus_epi32(_mm256_srli_epi32(nearest_halves(first), 16),
+                                             _mm256_srli_epi32(nearest_halves(second), 16));
+  return _mm256_castsi256_ps(_mm256_permute4x64_epi64(halves, 0xD8));
+}
+template <bool kHardware>
+inline Floats pairs_of(Floats first, Floats second) {
+  return {pairs_of(first.low, first.high), pairs_of(second.low, second.high)};
+}
+
+template <bool kHardware>
+inline Register joined_pairs(Register even, Register odd) {
+  return _mm256_castsi256_ps(
+      _mm256_blend_epi16(_mm256_srli_epi32(nearest_halves(even), 16), nearest_halves(odd), 0xAA));
+}
+template <bool kHardware>
+inline Floats joined_pairs(Floats even, Floats odd) {
+  return {joined_pairs<kHardware>(even.low, odd.low), joined_pairs<kHardware>(even.high, odd.high)};
+}
+
+template <bool kHardware>
+inline void add_pair_products(Register& sum, Register a, Register b) {
+  const __m256 high = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xFFFF0000));
+  const __m256i x = _mm256_castps_si256(a), y = _mm256_castps_si256(b);
+  sum = fused(_mm256_and_ps(a, high), _mm256_and_ps(b, high), sum);
+  sum = fused(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), sum);
+}
+
+inline Register even_alone(Register pairs) {
+  return _mm256_and_ps(pairs, _mm256_castsi256_ps(_mm256_set1_epi32(0xFFFF)));
+}
+
 // Doubles
 
 inline Doubles doubles_of(__m256 v) {

@@ -114,6 +114,65 @@ inline Register load_odd(const char* from) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi32((int)0xFFFF0000)));
 }
 
+// Pairs of bfloat16 numbers in lanes of 32 bits, as floats that are only moved. `kHardware`: by AVX-512 BF16, which the
+// library is not compiled for. It treats numbers below 2^-126 as 0.
+
+inline bool has_pair_products() {
+  static const bool has = [] {
+    uint32_t a, b, c, d;
+    asm volatile("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(1));
+    return (a >> 5 & 1) != 0;
+  }();
+  return has;
+}
+
+// Numbers whose high halves are the nearest bfloat16 numbers.
+inline __m512i nearest_halves(Floats v) {
+  const __m512i bits = _mm512_castps_si512(v), is_odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), spread32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, spread32(0x7FFF)), is_odd);
+  return _mm512_mask_mov_epi32(rounded, is_nan(v), spread32(0x7FC00000));
+}
+
+// Bfloat16 numbers of `first`, then of `second`.
+template <bool kHardware>
+inline Floats pairs_of(Floats first, Floats second) {
+  if constexpr (kHardware) {
+    Floats pairs;
+    asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(pairs) : "v"(first), "v"(second));
+    return pairs;
+  }
+  const __m256i low = _mm512_cvtepi32_epi16(_mm512_srli_epi32(nearest_halves(first), 16)),
+                high = _mm512_cvtepi32_epi16(_mm512_srli_epi32(nearest_halves(second), 16));
+  return _mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+}
+
+// Pairs of the numbers of two registers, by lane.
+template <bool kHardware>
+inline Register joined_pairs(Register even, Register odd) {
+  if constexpr (kHardware) {
+    const __m512i order = _mm512_or_si512(ascending32(), _mm512_slli_epi32(_mm512_add_epi32(ascending32(), spread32(16)), 16));
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, _mm512_castps_si512(pairs_of<true>(even, odd))));
+  }
+  return _mm512_castsi512_ps(
+      _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(nearest_halves(even), 16), nearest_halves(odd)));
+}
+
+// sum += products of the odd numbers, then of the even ones.
+template <bool kHardware>
+inline void add_pair_products(Register& sum, Register a, Register b) {
+  if constexpr (kHardware) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return;
+  }
+  const __m512i high = spread32((int)0xFFFF0000), x = _mm512_castps_si512(a), y = _mm512_castps_si512(b);
+  add_product(sum, _mm512_castsi512_ps(_mm512_and_si512(x, high)), _mm512_castsi512_ps(_mm512_and_si512(y, high)));
+  add_product(sum, _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)));
+}
+
+inline Register even_alone(Register pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs), spread32(0xFFFF)));
+}
+
 // Doubles
 
 inline Doubles load_doubles(Mask m, const float* from) {

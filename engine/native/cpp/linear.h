@@ -73,9 +73,6 @@ struct Outputs {
   Floats of_compact(Floats sum) const { return sum * scale + bias; }
 };
 
-// Sums stay in registers only if every loop over them is unrolled.
-#define LATEBRANCH_UNROLLED_FOR(...) _Pragma("GCC unroll 8") for (__VA_ARGS__)
-
 constexpr int64_t kAhead = 4096;         // bytes between prefetch and use of weights that one pass reads
 constexpr int64_t kCompactAhead = 8192;  // the same of compact layers, which only AVX-512 reads in one pass
 constexpr int64_t kStretch = 64;         // most widths of a block that stay in cache while all rows use them

@@ -29,7 +29,7 @@
 
 namespace latebranch {
 
-constexpr int64_t kTokensTogether = 16;  // most tokens of a segment that read its keys together
+constexpr int64_t kTokensTogether = 64;  // most tokens of a segment that read its keys together
 constexpr int64_t kFewestTogether = 2;   // with fewer, keys are read too often, even if threads would be idle
 
 struct Layer {
@@ -242,7 +242,9 @@ class Run {
     }
     ActiveRows active{s_.x.data(), p_.num_tokens};
     for (int64_t l = 0; l < d_.num_layers; l++) {
-      active = p_.is_cached_in_half ? attention_layer<Half>(worker, l) : attention_layer<float>(worker, l);
+      active = !p_.is_cached_in_half     ? attention_layer<FloatTerms>(worker, l)
+               : has_pair_products() ? attention_layer<PairTerms<true>>(worker, l)
+                                     : attention_layer<PairTerms<false>>(worker, l);
       mlp_layer(worker, l, active);
       finish_layer(worker, l, active);
     }
@@ -268,10 +270,11 @@ class Run {
   };
 
   // A layer up to and including attention; returns the active rows, with the inputs of the output layer set.
-  template <typename Cached>
+  template <typename Terms>
   ActiveRows attention_layer(Worker& worker, int64_t l) {
+    using Cached = typename Terms::Cached;
     write(worker, l, (Cached*)p_.keys[l], (Cached*)p_.values[l]);
-    return attend(worker, l, (Cached*)p_.keys[l], (Cached*)p_.values[l]);
+    return attend<Terms>(worker, l, (Cached*)p_.keys[l], (Cached*)p_.values[l]);
   }
 
   // The rest of a layer, except for the states after it.
@@ -456,7 +459,7 @@ class Run {
   }
 
   // Attend to a layer's keys and values; return the active rows.
-  template <typename Cached>
+  template <typename Terms, typename Cached>
   ActiveRows attend(Worker& worker, int64_t l, Cached* keys, Cached* values) {
     const Layer& layer = d_.layers[l];
     const bool is_trimmed = l + 1 == d_.num_layers && is_trimmed_;
@@ -464,7 +467,7 @@ class Run {
     const Heads heads{d_.num_heads, d_.num_kv_heads, d_.head_size, p_.head_stride, d_.scaling, layer.window};
     worker.each(spans.size() * d_.num_kv_heads, [&](int64_t task) {
       const Span span = spans[task / d_.num_kv_heads];
-      s_.attention[worker.id].run(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.begin, span.end,
+      s_.attention[worker.id].template run<Terms>(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.begin, span.end,
                                   p_.positions, keys, values, s_.qkv.data(), row_, s_.attended.data());
     });
     const ActiveRows active =

@@ -19,6 +19,9 @@
 // For functions with arrays of registers as arguments: these stay in registers only if the function is inlined.
 #define LATEBRANCH_INLINE inline __attribute__((always_inline))
 
+// Sums stay in registers only if every loop over them is unrolled.
+#define LATEBRANCH_UNROLLED_FOR(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)
+
 namespace latebranch {
 
 constexpr int64_t kLanes = 16;
