@@ -60,7 +60,7 @@ class Subject:
 
 def contenders_of(subject: Subject) -> list[Contender]:
     """Return everybody who can run the subject, set up or not."""
-    makers: list[Callable[[Subject], Iterator[Contender]]] = [_transformers, _llama_cpp, _openvino, _onnxruntime, _vllm, _ours]
+    makers: list[Callable[[Subject], Iterator[Contender]]] = [_transformers, _llama_cpp, _openvino, _exported, _vllm, _ours]
     return [contender for maker in makers for contender in maker(subject)]
 
 
@@ -92,17 +92,19 @@ def _openvino(subject: Subject) -> Iterator[Contender]:
         )
 
 
-def _onnxruntime(subject: Subject) -> Iterator[Contender]:
-    for precision, bits in (("int8", 9.0), ("int4", 5.0)):
-        exported = setup.exported(subject.model.folder, precision)
-        words = [str(exported.target), str(subject.threads)]
-        launch = _adapter("onnxruntime-genai", "onnxruntime", words, 2 * subject.weights_bytes(bits))
-        yield Contender(f"onnxruntime-genai.{precision}", "onnxruntime-genai", launch, max_concurrency=1, conversions=(exported,))
+def _exported(subject: Subject) -> Iterator[Contender]:
+    """Yield the libraries that export the model for themselves; they take one request at a time here."""
+    for peer, module in (("onnxruntime-genai", "onnxruntime"), ("mnn", "mnn")):
+        for num_bits in (8, 4):
+            exported = setup.exported(peer, subject.model.folder, num_bits)
+            words = [str(exported.target), str(subject.threads)]
+            launch = _adapter(peer, module, words, 2 * subject.weights_bytes(num_bits + 1))
+            yield Contender(f"{peer}.int{num_bits}", peer, launch, max_concurrency=1, conversions=(exported,))
 
 
 def _adapter(peer: str, module: str, words: Sequence[str], weights_bytes: int) -> Launch:
     command = (str(setup.python(peer)), "-m", f"{_ADAPTERS}.{module}", *words)
-    threads = {"OMP_NUM_THREADS": words[1 if module in ("openvino", "onnxruntime") else 2]}
+    threads = {"OMP_NUM_THREADS": words[2 if peer == "transformers" else 1]}
     return Launch(command, "lines", weights_bytes + _LIBRARIES_BYTES, threads)
 
 

