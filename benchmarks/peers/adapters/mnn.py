@@ -1,7 +1,7 @@
 """MNN's LLM engine on an exported folder: `python -m benchmarks.peers.adapters.mnn FOLDER THREADS`.
 
-One request at a time. Its `generate` returns no tokens, and its `response` ends at end tokens: tokens are drawn here, of the logits
-of its `forward`.
+One request at a time. Its `generate` returns no tokens, and its `response` ends at end tokens: tokens are drawn here of
+the logits of its `forward`.
 """
 
 import sys
