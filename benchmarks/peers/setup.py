@@ -45,14 +45,12 @@ _CMAKE_FLAGS = (
 )
 _LLAMA_PROGRAMS = ("llama-server", "llama-quantize")
 _NOT_FOR_TEXT = {"torchaudio", "torchcodec", "torchvision"}  # vLLM names them; of the first two there is no build for CPUs alone
-
-
-# The command of the package does not find its own modules.
+# Its command does not find its own modules (findings/llmexport_command.sh).
 _LLMEXPORT = """
-import importlib.util, pathlib, runpy, sys
-folder = pathlib.Path(importlib.util.find_spec("llmexport").origin).parent
-sys.path.insert(0, str(folder))
-runpy.run_path(str(folder / "llmexport.py"), run_name="__main__")
+import importlib.util, os, sys
+sys.path.insert(0, os.path.dirname(importlib.util.find_spec("llmexport").origin))
+import llmexport
+llmexport.main()
 """
 PART = "{part}"  # in a conversion's command: where it is to write
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import MNN.llm
 import numpy as np
 
 from benchmarks.peers.jobs import Answer, Answers, Job, serve_jobs
@@ -18,6 +17,8 @@ from benchmarks.peers.jobs import Answer, Answers, Job, serve_jobs
 
 def load(folder: str, threads: str) -> Callable[[Job], Answers]:
     """Return what answers jobs, with its model loaded."""
+    import MNN.llm  # prints as it is imported
+
     model = MNN.llm.create(str(Path(folder) / "config.json"))
     model.set_config({"thread_num": int(threads)})
     model.load()
