@@ -167,8 +167,9 @@ class _Submission:
     async def _fit(
         self, use: ToolUse, prompts: Sequence[PromptIds], prediction: PromptIds, sampling: SamplingParams
     ) -> tuple[ToolUse, SamplingParams]:
-        """Check all that needs encoded texts, and the grammar, which may begin behind reasoning. Return the use with reasoning, and
-        the sampling parameters with the room left.
+        """Check all that needs encoded texts, and the grammar, which may begin behind reasoning.
+
+        Return the use with reasoning, and the sampling parameters with the room left.
         """
         body, model, param = self.body, self.runtime.engine.model, self.source.param
         if not all(prompts):

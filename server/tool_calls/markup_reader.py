@@ -1,7 +1,7 @@
 """Reads tool calls in any markup of the table in server.tool_calls.syntaxes, from text that arrives in pieces. Knows text only.
 
 A call is certain once its arguments begin. Before that the markup may be no call (an unknown name, no arguments): then all of its
-text is content. If a limit of tokens cuts the markup there, a call with a whole name has empty arguments, and a shorter beginning is
+text is content. If a limit of tokens cuts the markup there, a call with a whole name has empty arguments. A shorter beginning is
 left out, unless it may be text. Whitespace beside the markup belongs to the markup, as chat templates write it.
 """
 
@@ -28,8 +28,8 @@ class Form:
 
     `opening` begins calls anywhere in a text, or only at its start. Forms may share an opening; the first that matches counts.
     `head` matches up to the first call's arguments, `whole` up to an object that is a call with its fields in any order. Behind a
-    call the first match of `tails` counts; one with a name begins another call. `may_begin_text`: an answer without calls may well
-    have the opening too.
+    call the first match of `tails` counts; one with a name begins another call. `may_begin_text`: other answers have the
+    opening too.
     """
 
     opening: str
@@ -42,7 +42,9 @@ class Form:
 
 
 class MarkupReader:
-    """Parses calls of `functions` (the schema of each one's arguments), at most `max_calls` of them. `is_forced`: the text is calls.
+    """Parses calls of `functions` (the schema of each one's arguments), at most `max_calls` of them.
+
+    If calls are forced, no other text is expected.
 
         text -> head -> arguments -> tail -> text
              <-      -> object ----->

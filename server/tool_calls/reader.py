@@ -50,7 +50,7 @@ class PlainReader:
         """Return the text."""
         return ReadText(text)
 
-    def close(self, is_cut: bool = False) -> ReadText:
+    def close(self, _is_cut: bool = False) -> ReadText:
         """Return nothing."""
         return ReadText()
 

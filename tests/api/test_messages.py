@@ -266,7 +266,7 @@ async def test_a_cut_beginning_is_no_text(end: str, names: list[str]):
         stream = events_of((await client.post(URL, json=message(**fields, stream=True))).text)
     blocks = [{"type": "text", "text": "So."}, *({"type": "tool_use", "name": name, "input": {}} for name in names)]
     assert (without_ids(answer)["content"], answer["stop_reason"]) == (blocks, "max_tokens")
-    assert without_ids(folded(stream)) == without_ids(answer)
+    assert without_ids(joined(stream)) == without_ids(answer)
 
 
 async def test_one_call_ends_an_answer_without_parallel_calls():

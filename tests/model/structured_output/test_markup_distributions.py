@@ -67,12 +67,8 @@ def _run(case: MarkupCase, verifier: str | None, expansion: Expansion, seeds: Se
     return run(engine, requests)
 
 
-def _worst_z(case: MarkupCase, verifier: str, expansion: Expansion) -> float:
-    session, distribution = _run(case, verifier, expansion, range(NUM_REQUESTS)), _distribution(case)
-    assert sum(stats.num_accepted_tokens for stats in session.stats) > NUM_REQUESTS / 2
-    num_rows = sum(stats.num_decoding_rows for stats in session.stats)
-    assert sum(stats.num_drafts for stats in session.stats) > num_rows * 0.7, "most rows draft; none does before its last token"
-    return worst_z_of_beginnings([tuple(ids) for ids in session.texts().values()], distribution)
+def _worst_z(session: Session, case: MarkupCase) -> float:
+    return worst_z_of_beginnings([tuple(ids) for ids in session.texts().values()], _distribution(case))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -80,14 +76,17 @@ def test_calls_have_the_targets_masked_distribution(case: MarkupCase):
     """With a drafter and a tree at every step."""
     assert abs(sum(_distribution(case).values()) - 1) < 1e-6
     assert sum(probability * NUM_REQUESTS >= 5 for probability in _distribution(case).values()) >= 3
-    assert _worst_z(case, *TREES[CASES.index(case) % len(TREES)]) < PASSES_BELOW
+    session = _run(case, *TREES[CASES.index(case) % len(TREES)], range(NUM_REQUESTS))
+    assert sum(stats.num_accepted_tokens for stats in session.stats) > NUM_REQUESTS / 2
+    num_rows = sum(stats.num_decoding_rows for stats in session.stats)
+    assert sum(stats.num_drafts for stats in session.stats) > num_rows * 0.7, "all rows draft before their last token"
+    assert _worst_z(session, case) < PASSES_BELOW
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_seeded_calls_are_plain_decodings(case: MarkupCase):
     plain = _run(case, None, PLAIN, range(8))
-    for expansion in (Expansion(4, 1, 0), Expansion(2, 2, 2)):
-        assert _run(case, None, expansion, range(8), noise=0.02).texts() == plain.texts()
+    assert _run(case, None, Expansion(2, 2, 2), range(8), noise=0.02).texts() == plain.texts()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -130,4 +129,4 @@ def _nodes_are_masked_like_their_siblings(monkeypatch: pytest.MonkeyPatch) -> No
 def test_masks_of_other_nodes_are_noticed(markup: str, mutate, monkeypatch: pytest.MonkeyPatch):
     case = MarkupCase(markup, has_tokens=False, is_one=False)
     mutate(monkeypatch)
-    assert _worst_z(case, "traversal", Expansion(0, 3, 2)) > FAILS_ABOVE
+    assert _worst_z(_run(case, "traversal", Expansion(0, 3, 2), range(NUM_REQUESTS)), case) > FAILS_ABOVE
