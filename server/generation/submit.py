@@ -192,11 +192,13 @@ class _Submission:
         grammar_param = None if sampling.grammar is None else use.grammar_param or body.grammar_param
         use = replace(use, reasoning=self.source.reasoning(prompts[0], grammar_param))
         if (grammar := use.reasoning.constrained(sampling.grammar)) is not None and grammar_param is not None:
-            await self._require(grammar, grammar_param)
+            await self._require(grammar, grammar_param, use)
         return use, replace(sampling, grammar=grammar)
 
-    async def _require(self, grammar: Grammar, param: str) -> None:
-        """Refuse a grammar that cannot be compiled. If it is of calls and of a format, the error names the one that cannot."""
+    async def _require(self, grammar: Grammar, param: str, use: ToolUse) -> None:
+        """Refuse a grammar that cannot be compiled. If it is of calls and of a format, the error names the one that cannot. A format
+        beside forced calls is in no grammar, but refused too.
+        """
         grammars, key, own = self.runtime.grammars, group_of(self.tenant), self.body.grammar
         try:
             await grammars.require(grammar, param, key)
@@ -204,6 +206,8 @@ class _Submission:
             if own is not None:
                 await grammars.require(own, self.body.grammar_param, key)
             raise
+        if own is not None and use.is_forced:
+            await grammars.require(own, self.body.grammar_param, key)
 
     def _submit(self, use: ToolUse, prompts: Sequence[PromptIds], prediction: PromptIds, sampling: SamplingParams) -> Generation:
         """Submit one sample for each prompt and k < n, in the order of choice indices, each with a seed of its own."""

@@ -1,4 +1,4 @@
-"""Objects of several forms, which their field `type` tells apart. An object of another type is refused by that field alone."""
+"""Objects of several forms, distinguished by their field `type`. An object of another type is refused by that field alone."""
 
 from collections.abc import Callable
 from typing import Any
