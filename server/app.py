@@ -56,9 +56,8 @@ def create_app(
     runtime = Runtime(settings, engine or _worker(settings), load, on_fatal, fetch)
     app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.runtime = runtime
-    bodies = (generation, responses, anthropic, infill, models, tokens, operations)
-    for router in (one.router for one in bodies):
-        app.include_router(router)
+    for routes in (generation, responses, anthropic, infill, models, tokens, operations):
+        app.include_router(routes.router)
     pages, paths = _add_pages(app, settings)
     _add_layers(app, runtime, pages, paths)
     if settings.all_api_keys:

@@ -1,6 +1,7 @@
 """Pearson's chi-square as a z score, without a statistics library."""
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
@@ -34,6 +35,22 @@ def z_of_counts(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, fl
     total = sum(counts.values())
     outcomes = [*distribution, *(outcome for outcome in counts if outcome not in distribution)]
     return z_score([counts.get(o, 0) for o in outcomes], [total * distribution.get(o, 0.0) for o in outcomes])
+
+
+def worst_z_of_beginnings(texts: Sequence[tuple[Hashable, ...]], distribution: Mapping[tuple[Hashable, ...], float]) -> float:
+    """Return the largest z score of the beginnings of each length, infinity if a text is outside the distribution.
+
+    Long texts are many, so that few of them are expected five times. Their beginnings are.
+    """
+    if {*texts} - distribution.keys():
+        return math.inf
+    scores = []
+    for length in range(1, max(map(len, distribution)) + 1):
+        expected: dict[tuple[Hashable, ...], float] = {}
+        for text, probability in distribution.items():
+            expected[text[:length]] = expected.get(text[:length], 0.0) + probability
+        scores.append(z_of_counts(Counter(text[:length] for text in texts), expected))
+    return max(scores)
 
 
 def z_of_uniforms(values: Sequence[float], num_bins: int = 32) -> float:

@@ -37,6 +37,6 @@ class LineLimits:
                 self.is_done = is_late and char == "\n"
         return ReadText(text)
 
-    def close(self) -> ReadText:
+    def close(self, _is_cut: bool = False) -> ReadText:
         """Return nothing: no text is held back."""
         return ReadText()

@@ -158,7 +158,7 @@ class Choice:
         if event.finish is not None and not self.is_cut:
             text += self._close()
         if event.finish is not None or self.is_cut:
-            text += self._content_of(self._reader.close())
+            text += self._content_of(self._reader.close(event.finish is FinishReason.LENGTH and not self.is_cut))
         calls, self._calls = merged(self._calls), []
         reasoning, self._reasoning = self._reasoning, ""
         parts, self._parts = tuple(self._parts), []

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.core.rng_keys import derived_seed
-from engine.core.types import Request, SamplingParams, Speculation, group_of
+from engine.core.types import Grammar, Request, SamplingParams, Speculation, group_of
 from server.generation.encoding import (
     PromptIds,
     encoded_chat,
@@ -62,15 +62,16 @@ class PromptSource:
     reader: CallReader | None = None
 
 
-async def completion_generation(runtime: Runtime, body: CompletionRequest, tenant: str) -> Generation:
-    """Return the samples of a completion request, submitted to the engine."""
+async def completion_generation(
+    runtime: Runtime, body: CompletionRequest, tenant: str, default_tokens: int | None = _DEFAULT_COMPLETION_TOKENS
+) -> Generation:
+    """Return the samples of a completion request, submitted to the engine; `default_tokens` is its limit without its own."""
 
     async def encode(_: int) -> list[PromptIds]:
         return [await encoded_prompt(runtime, group_of(tenant), body, prompt) for prompt in body.prompts]
 
     num_param, infill_param = "n" if body.best_of is None else "best_of", None if body.suffix is None else "suffix"
-    most = _DEFAULT_COMPLETION_TOKENS
-    source = PromptSource("prompt", "max_tokens", num_param, len(body.prompts), encode, most, infill_param=infill_param)
+    source = PromptSource("prompt", "max_tokens", num_param, len(body.prompts), encode, default_tokens, infill_param=infill_param)
     return await _Submission(runtime, body, tenant, source).run()
 
 
@@ -130,7 +131,9 @@ class _Submission:
         return self._submit(use, prompts, prediction, sampling)
 
     async def _check(self) -> tuple[ToolUse, SamplingParams]:
-        """Check all that needs no encoded text. The sampling parameters have no bad words yet, and the most tokens possible."""
+        """Check all but grammars that needs no encoded text. The sampling parameters have no bad words yet, and the most tokens
+        possible.
+        """
         body, source, settings = self.body, self.source, self.runtime.settings
         require_served(self.runtime, body.model)
         if (num_choices := source.num_prompts * body.num_samples) > (most := settings.most_choices):
@@ -139,7 +142,7 @@ class _Submission:
         if settings.max_answer_tokens is not None and (body.token_limit or 0) > settings.max_answer_tokens:
             reason = f"{body.token_limit} tokens are requested; max_answer_tokens of this server is {settings.max_answer_tokens}"
             raise InvalidRequest(reason, source.limit_param)
-        use, model, key = source.tools(), self.runtime.engine.model, group_of(self.tenant)
+        use, model = source.tools(), self.runtime.engine.model
         if body.speculative is not None:
             _check_tree(body.speculative, model.drafter, settings.max_tree_tokens)
         defaults = (source.default_tokens, model.defaults.max_tokens, settings.max_answer_tokens)
@@ -148,10 +151,6 @@ class _Submission:
         end_ids = require_infill(self.runtime, source.infill_param).end_ids if source.infill_param else ()
         sampling = sampling_of(model, body, max_tokens, use.grammar or body.grammar, end_ids)
         require_distribution(model, sampling, use.grammar_param or body.grammar_param)
-        if use.grammar is not None and body.grammar is not None:  # both are in one grammar; this error names the format
-            await self.runtime.grammars.require(body.grammar, body.grammar_param, key)
-        if sampling.grammar is not None:
-            await self.runtime.grammars.require(sampling.grammar, use.grammar_param or body.grammar_param, key)
         return use, sampling
 
     async def _encode(self, max_tokens: int) -> tuple[list[PromptIds], tuple[PromptIds, ...], PromptIds]:
@@ -168,7 +167,10 @@ class _Submission:
     async def _fit(
         self, use: ToolUse, prompts: Sequence[PromptIds], prediction: PromptIds, sampling: SamplingParams
     ) -> tuple[ToolUse, SamplingParams]:
-        """Check all that needs encoded texts. Return the use with reasoning, and the sampling parameters with the room left."""
+        """Check all that needs encoded texts, and the grammar, which may begin behind reasoning.
+
+        Return the use with reasoning, and the sampling parameters with the room left.
+        """
         body, model, param = self.body, self.runtime.engine.model, self.source.param
         if not all(prompts):
             raise InvalidRequest("the prompt is empty", param)
@@ -189,9 +191,23 @@ class _Submission:
         require_distribution(model, sampling, use.grammar_param or body.grammar_param)
         grammar_param = None if sampling.grammar is None else use.grammar_param or body.grammar_param
         use = replace(use, reasoning=self.source.reasoning(prompts[0], grammar_param))
-        if (grammar := use.reasoning.constrained(sampling.grammar)) is not sampling.grammar and grammar and grammar_param:
-            await self.runtime.grammars.require(grammar, grammar_param, group_of(self.tenant))
+        if (grammar := use.reasoning.constrained(sampling.grammar)) is not None and grammar_param is not None:
+            await self._require(grammar, grammar_param, use)
         return use, replace(sampling, grammar=grammar)
+
+    async def _require(self, grammar: Grammar, param: str, use: ToolUse) -> None:
+        """Refuse a grammar that cannot be compiled. If it is of calls and of a format, the error names the one that cannot. A format
+        beside forced calls is in no grammar, but refused too.
+        """
+        grammars, key, own = self.runtime.grammars, group_of(self.tenant), self.body.grammar
+        try:
+            await grammars.require(grammar, param, key)
+        except InvalidRequest:
+            if own is not None:
+                await grammars.require(own, self.body.grammar_param, key)
+            raise
+        if own is not None and use.is_forced:
+            await grammars.require(own, self.body.grammar_param, key)
 
     def _submit(self, use: ToolUse, prompts: Sequence[PromptIds], prediction: PromptIds, sampling: SamplingParams) -> Generation:
         """Submit one sample for each prompt and k < n, in the order of choice indices, each with a seed of its own."""

@@ -11,7 +11,7 @@ Error = Mapping[str, Any]  # as `ValidationError.errors()` gives it
 
 # Entries of a location that name a form of a union, or the key of a map, not a field.
 _FORM_NAMES = ("str", "int", "[key]")
-_FORM_BEGINNINGS = ("constrained-", "list[", "dict[", "literal[", "function-", "tagged-union[", "form-", "type:")
+_FORM_BEGINNINGS = ("constrained-", "list[", "dict[", "literal[", "function-", "tagged-union[", "form-")
 
 _KINDS = {
     "string_type": "a string",

@@ -63,11 +63,11 @@ class ReasoningReader:
         self._buffer += text
         return self._read(is_end=False)
 
-    def close(self) -> ReadText:
-        """Return the rest: no more text follows."""
-        return self._read(is_end=True)
+    def close(self, is_cut: bool = False) -> ReadText:
+        """Return the rest: no more text follows. `is_cut`: a limit of tokens cut the text."""
+        return self._read(is_end=True, is_cut=is_cut)
 
-    def _read(self, is_end: bool) -> ReadText:
+    def _read(self, is_end: bool, is_cut: bool = False) -> ReadText:
         while self._state(is_end):
             pass
         reasoning, self._reasoning = self._reasoning, ""
@@ -75,7 +75,7 @@ class ReasoningReader:
         if self._state == self._in_rest:
             text, self._buffer = self._buffer, ""
         read = self._rest.feed(text) if text else ReadText()
-        last = self._rest.close() if is_end else ReadText()
+        last = self._rest.close(is_cut) if is_end else ReadText()
         return ReadText(read.content + last.content, (*read.calls, *last.calls), reasoning if self._keeps_reasoning else "")
 
     def _at_start(self, is_end: bool) -> bool:

@@ -3,10 +3,11 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from server.schemas.common import MAX_STOP_STRINGS, CacheSalt, StopString
+from server.schemas.forms import OTHER, OtherForm, by_type, form, refused_type
 from server.schemas.messages import MAX_MESSAGES
 from server.schemas.speculative import SpeculativeOptions
 from server.schemas.strict_model import MAX_INTEGER, Description, Name, Neutral, Strict, misfit
@@ -15,29 +16,6 @@ from server.schemas.tools import MAX_TOOLS
 MAX_BLOCKS = 4096  # of one message
 THINKING_SWITCH, EFFORT = "enable_thinking", "reasoning_effort"  # variables of chat templates
 THREAD_REFUSED = "thread_unsupported_request"  # the official client repeats the request without a thread
-
-
-def _unsupported(value: object) -> object:
-    raise ValueError(f"{value} is not supported by this server")
-
-
-class OtherType(BaseModel):
-    """A block or tool of a type that is not supported: the error names its field `type`."""
-
-    type: Annotated[object, AfterValidator(_unsupported)]
-
-
-def _by_type(*types: str) -> Discriminator:
-    """Return what finds the form of an object by its field `type`. Tags begin with `type:`, so that errors leave them out."""
-
-    def tag(value: Any) -> str:
-        kind = value.get("type", "custom") if isinstance(value, dict) else getattr(value, "type", None)
-        return f"type:{kind or 'custom'}" if (kind or "custom") in types else "type:other"
-
-    return Discriminator(tag)
-
-
-_Other = Annotated[SkipJsonSchema[OtherType], Tag("type:other")]
 
 
 class Cacheable(Strict):
@@ -80,7 +58,13 @@ class ToolUseBlock(Cacheable):
     toolset_name: Annotated[object, Neutral()] = None
 
 
-_Text = Annotated[Annotated[TextBlock, Tag("type:text")] | _Other, _by_type("text")]
+class OtherText(OtherForm):
+    """A block of another type, where texts alone are accepted."""
+
+    type: Annotated[object, refused_type("text")]
+
+
+_Text = Annotated[Annotated[TextBlock, form("text")] | Annotated[SkipJsonSchema[OtherText], OTHER], by_type("text")]
 TextBlocks = Annotated[list[_Text], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
 
@@ -94,14 +78,23 @@ class ToolResultBlock(Cacheable):
     toolset_name: Annotated[object, Neutral()] = None
 
 
+_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+class OtherBlock(OtherForm):
+    """A block of another type."""
+
+    type: Annotated[object, refused_type(*_KINDS)]
+
+
 Block = Annotated[
-    Annotated[TextBlock, Tag("type:text")]
-    | Annotated[ThinkingBlock, Tag("type:thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("type:redacted_thinking")]
-    | Annotated[ToolUseBlock, Tag("type:tool_use")]
-    | Annotated[ToolResultBlock, Tag("type:tool_result")]
-    | _Other,
-    _by_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    Annotated[TextBlock, form("text")]
+    | Annotated[ThinkingBlock, form("thinking")]
+    | Annotated[RedactedThinkingBlock, form("redacted_thinking")]
+    | Annotated[ToolUseBlock, form("tool_use")]
+    | Annotated[ToolResultBlock, form("tool_result")]
+    | Annotated[SkipJsonSchema[OtherBlock], OTHER],
+    by_type(*_KINDS),
 ]
 _ROLES: Mapping[type[BaseModel], tuple[str, ...]] = {
     **dict.fromkeys((ThinkingBlock, RedactedThinkingBlock, ToolUseBlock), ("assistant",)),
@@ -143,10 +136,17 @@ class ClientTool(Cacheable):
     allowed_callers: Annotated[object, Neutral(["direct"])] = None
 
 
-ClientTools = Annotated[
-    list[Annotated[Annotated[ClientTool, Tag("type:custom")] | _Other, _by_type("custom")]],
-    Field(max_length=MAX_TOOLS, fail_fast=True),
+class OtherClientTool(OtherForm):
+    """A tool of another type."""
+
+    type: Annotated[object, refused_type("custom")]
+
+
+_Tool = Annotated[
+    Annotated[ClientTool, form("custom")] | Annotated[SkipJsonSchema[OtherClientTool], OTHER],
+    by_type("custom", default="custom"),
 ]
+ClientTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ToolChoiceParam(Strict):

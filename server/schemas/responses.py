@@ -4,11 +4,13 @@ import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from server.schemas.common import MAX_LOGPROBS, CacheSalt, require_stream
+from server.schemas.forms import OTHER, OtherForm, by_type, form, refused_type
 from server.schemas.messages import MAX_MESSAGES
-from server.schemas.responses_items import FORM, NO_VALUE, Item, UnknownForm, form_of, refused_type
+from server.schemas.responses_items import Item
 from server.schemas.speculative import SpeculativeOptions
 from server.schemas.strict_model import MAX_INTEGER, Description, Name, Neutral, Strict, misfit
 from server.schemas.structured import JsonSchema
@@ -32,18 +34,15 @@ class FunctionTool(FunctionDefinition):
         return Tool(type="function", function=self)
 
 
-class UnknownTool(UnknownForm):
+class OtherTool(OtherForm):
     """A tool of another type: those that OpenAI runs are not supported."""
 
-    type: Annotated[object, refused_type("function"), NO_VALUE]
-
-
-def _form_of_tool(value: object) -> str:
-    return form_of(value, ("function",), "function")
+    type: Annotated[object, refused_type("function")]
 
 
 ResponsesTool = Annotated[
-    Annotated[FunctionTool, Tag(f"{FORM}function")] | Annotated[UnknownTool, Tag(f"{FORM}unknown")], Discriminator(_form_of_tool)
+    Annotated[FunctionTool, form("function")] | Annotated[SkipJsonSchema[OtherTool], OTHER],
+    by_type("function", default="function"),
 ]
 
 
@@ -61,22 +60,18 @@ class AllowedTools(Strict):
     tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class UnknownChoice(UnknownForm):
+class OtherChoice(OtherForm):
     """A choice of another type."""
 
-    type: Annotated[object, refused_type("function", "allowed_tools"), NO_VALUE]
-
-
-def _form_of_choice(value: object) -> str:
-    return f"{FORM}word" if isinstance(value, str) else form_of(value, ("function", "allowed_tools"))
+    type: Annotated[object, refused_type("function", "allowed_tools")]
 
 
 _ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(f"{FORM}word")]
-    | Annotated[NamedFunction, Tag(f"{FORM}function")]
-    | Annotated[AllowedTools, Tag(f"{FORM}allowed_tools")]
-    | Annotated[UnknownChoice, Tag(f"{FORM}unknown")],
-    Discriminator(_form_of_choice),
+    Annotated[Literal["none", "auto", "required"], form("word")]
+    | Annotated[NamedFunction, form("function")]
+    | Annotated[AllowedTools, form("allowed_tools")]
+    | Annotated[SkipJsonSchema[OtherChoice], OTHER],
+    by_type("word", "function", "allowed_tools", default=lambda value: "word" if isinstance(value, str) else ""),
 ]
 
 

@@ -3,38 +3,15 @@
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
 from server.schemas.common import MAX_PARTS
+from server.schemas.forms import OTHER, OtherForm, by_type, form, refused_type
 from server.schemas.strict_model import Name, Neutral, Strict
 from server.schemas.tools import FunctionCall
 
-FORM = "form-"  # begins the tags of unions, which error messages leave out
-NO_VALUE = WithJsonSchema({"not": {}})
-
 Status = Literal["in_progress", "completed", "incomplete"]
-
-
-def form_of(value: object, kinds: tuple[str, ...], default: str | None = None) -> str:
-    """Return the tag of the form that the `type` of an object names; `default` is the type of objects without one."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    kind = default if kind is None else kind
-    return FORM + str(kind) if kind in kinds else f"{FORM}unknown"
-
-
-def refused_type(*kinds: str) -> AfterValidator:
-    """Return the validator of a `type` that is none of `kinds`: it refuses every value."""
-
-    def refuse(kind: object) -> object:
-        raise ValueError(f"{str(kind)[:64]} is not supported by this server; accepted: {', '.join(kinds)}")
-
-    return AfterValidator(refuse)
-
-
-class UnknownForm(BaseModel):
-    """Base of an object whose type is not supported: only the type is reported."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class InputText(Strict):
@@ -47,19 +24,17 @@ class InputText(Strict):
     parsed: object = Field(None, description="Set by the openai client's helpers; changes nothing.")
 
 
-class UnknownPart(UnknownForm):
+class OtherPart(OtherForm):
     """A part of another type."""
 
-    type: Annotated[object, refused_type("input_text", "output_text"), NO_VALUE]
-
-
-def _form_of_part(value: object) -> str:
-    kind = value.get("type", "input_text") if isinstance(value, dict) else "input_text"
-    return f"{FORM}text" if kind in ("input_text", "output_text") else f"{FORM}unknown"
+    type: Annotated[object, refused_type("input_text", "output_text")]
 
 
 Part = Annotated[
-    Annotated[InputText, Tag("form-text")] | Annotated[UnknownPart, Tag("form-unknown")], Discriminator(_form_of_part)
+    Annotated[InputText, form("input_text")]
+    | Annotated[SkipJsonSchema[InputText], form("output_text")]
+    | Annotated[SkipJsonSchema[OtherPart], OTHER],
+    by_type("input_text", "output_text", default="input_text"),
 ]
 _Parts = Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
 
@@ -131,25 +106,25 @@ class ItemReference(Strict):
 _KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
-class UnknownItem(UnknownForm):
+class OtherItem(OtherForm):
     """An item of another type."""
 
-    type: Annotated[object, refused_type(*_KINDS), NO_VALUE]
+    type: Annotated[object, refused_type(*_KINDS)]
 
 
-def _form_of_item(value: object) -> str:
+def _kind_of_untyped(value: object) -> str:
     is_reference = isinstance(value, dict) and "id" in value and "role" not in value and "content" not in value
-    return form_of(value, _KINDS, "item_reference" if is_reference else "message")
+    return "item_reference" if is_reference else "message"
 
 
 Item = Annotated[
-    Annotated[InputMessage, Tag("form-message")]
-    | Annotated[FunctionCallItem, Tag("form-function_call")]
-    | Annotated[FunctionCallOutput, Tag("form-function_call_output")]
-    | Annotated[ReasoningItem, Tag("form-reasoning")]
-    | Annotated[ItemReference, Tag("form-item_reference")]
-    | Annotated[UnknownItem, Tag("form-unknown")],
-    Discriminator(_form_of_item),
+    Annotated[InputMessage, form("message")]
+    | Annotated[FunctionCallItem, form("function_call")]
+    | Annotated[FunctionCallOutput, form("function_call_output")]
+    | Annotated[ReasoningItem, form("reasoning")]
+    | Annotated[ItemReference, form("item_reference")]
+    | Annotated[SkipJsonSchema[OtherItem], OTHER],
+    by_type(*_KINDS, default=_kind_of_untyped),
 ]
 
 

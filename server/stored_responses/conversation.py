@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -59,7 +60,7 @@ class _Turn:
     fields: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Conversation:
     """The items that one response is generated from: those of earlier responses, then those of the request."""
 
@@ -80,7 +81,7 @@ class Conversation:
 
     def chat(self) -> ChatRequest:
         """Return the chat request."""
-        messages = [turn.message for turn in self._turns()]
+        messages = [turn.message for turn in self._turns]
         with self.own_names():
             try:
                 return ChatRequest.model_validate(
@@ -110,13 +111,14 @@ class Conversation:
     def _own_name(self, param: str) -> str:
         head, *rest = param.split(".")
         if head == "messages" and rest and rest[0].isdecimal():
-            return self._turns()[int(rest[0])].fields.get(".".join(rest[1:2]), "input")
+            return self._turns[int(rest[0])].fields.get(".".join(rest[1:2]), "input")
         if head == "tools" and rest and rest[0].isdecimal():
             return ".".join(
                 ["tools", str(self.request.offered[int(rest[0])]), *(part for part in rest[1:] if part != "function")]
             )
         return next((own for chats, own in _NAMES.items() if param == chats or param.startswith(f"{chats}.")), param)
 
+    @cached_property
     def _turns(self) -> list[_Turn]:
         instructions = self.request.instructions
         turns = [] if instructions is None else [_Turn({"role": "system", "content": instructions}, {"content": "instructions"})]

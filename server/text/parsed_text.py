@@ -36,8 +36,8 @@ class CallReader(Protocol):
         """Add text; return the content and calls that are now certain."""
         ...
 
-    def close(self) -> ReadText:
-        """Return the rest: no more text follows."""
+    def close(self, is_cut: bool = False) -> ReadText:
+        """Return the rest: no more text follows. `is_cut`: a limit of tokens cut the text."""
         ...
 
 
@@ -50,7 +50,7 @@ class PlainReader:
         """Return the text."""
         return ReadText(text)
 
-    def close(self) -> ReadText:
+    def close(self, _is_cut: bool = False) -> ReadText:
         """Return nothing."""
         return ReadText()
 

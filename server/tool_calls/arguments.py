@@ -64,8 +64,9 @@ class _FieldsReader(ABC):
         return piece, self._at, has_next is False
 
     def _between(self) -> bool | None:
-        match = compiled(self._next).match(self._text, self._at, partial=not self._is_end)
+        match = compiled(self._next).match(self._text, self._at, partial=True)
         if match is None or match.partial:
+            self._at = len(self._text) if match and self._is_end else self._at  # the beginning of a key is none
             return False if match is None else None
         self._at = match.end()
         if match["key"] is None:

@@ -1,7 +1,8 @@
 """Reads tool calls in any markup of the table in server.tool_calls.syntaxes, from text that arrives in pieces. Knows text only.
 
 A call is certain once its arguments begin. Before that the markup may be no call (an unknown name, no arguments): then all of its
-text is content. Whitespace beside the markup belongs to the markup, as chat templates write it.
+text is content. If a limit of tokens cuts the markup there, a call with a whole name has empty arguments. A shorter beginning is
+left out, unless it may be text. Whitespace beside the markup belongs to the markup, as chat templates write it.
 """
 
 import json
@@ -27,7 +28,8 @@ class Form:
 
     `opening` begins calls anywhere in a text, or only at its start. Forms may share an opening; the first that matches counts.
     `head` matches up to the first call's arguments, `whole` up to an object that is a call with its fields in any order. Behind a
-    call the first match of `tails` counts; one with a name begins another call.
+    call the first match of `tails` counts; one with a name begins another call. `may_begin_text`: other answers have the
+    opening too.
     """
 
     opening: str
@@ -36,10 +38,13 @@ class Form:
     tails: tuple[str, ...] = ()
     whole: str | None = None
     is_at_start: bool = False
+    may_begin_text: bool = False
 
 
 class MarkupReader:
     """Parses calls of `functions` (the schema of each one's arguments), at most `max_calls` of them.
+
+    If calls are forced, no other text is expected.
 
         text -> head -> arguments -> tail -> text
              <-      -> object ----->
@@ -48,13 +53,16 @@ class MarkupReader:
     Each state is a method that consumes buffered text. It returns whether the next state can continue with the rest.
     """
 
-    def __init__(self, forms: Sequence[Form], functions: Mapping[str, Schema], max_calls: int | None = None) -> None:
+    def __init__(
+        self, forms: Sequence[Form], functions: Mapping[str, Schema], max_calls: int | None = None, is_forced: bool = False
+    ) -> None:
         self._forms = tuple(forms)
+        self._is_forced = is_forced
         self._functions = functions
         self._max_calls = max_calls
         self._num_calls = 0
         self._text, self._at = "", 0  # buffered text is read up to `_at`
-        self._is_end = False
+        self._is_end = self._is_cut = False
         self._state: Callable[[], bool] = self._in_text
         self._candidates: Sequence[Form] = ()  # forms that have the opening of the text
         self._end_of_opening = 0
@@ -76,9 +84,9 @@ class MarkupReader:
         self._text += text
         return self._read()
 
-    def close(self) -> ReadText:
-        """Return the rest: no more text follows."""
-        self._is_end = True
+    def close(self, is_cut: bool = False) -> ReadText:
+        """Return the rest: no more text follows. `is_cut`: a limit of tokens cut the text."""
+        self._is_end, self._is_cut = True, is_cut
         return self._read()
 
     def _read(self) -> ReadText:
@@ -95,7 +103,8 @@ class MarkupReader:
 
     def _in_text(self) -> bool:
         pattern = compiled(_openings(self._forms, self._is_at_start))
-        match = pattern.search(self._text, self._at, partial=not self._is_end)
+        may_go_on = not self._is_end or (self._is_cut and self._is_forced)
+        match = pattern.search(self._text, self._at, partial=may_go_on)
         end = match.start() if match else len(self._text)
         if match is not None or not self._is_behind_call or self._text[self._at :].strip(_SPACE):
             self._emit_content(end)
@@ -117,13 +126,17 @@ class MarkupReader:
     def _at_head(self) -> bool:
         for form in self._candidates:
             for pattern in filter(None, (form.head, form.whole)):
-                match = compiled(pattern).match(self._text, self._at, partial=not self._is_end)
+                match = compiled(pattern).match(self._text, self._at, partial=not self._is_end or self._is_cut)
                 if match is None:
                     continue
-                if match.partial:
+                if match.partial and not self._is_end:
                     return False
+                if match.partial and match["name"] is None and not self._is_certain(form):
+                    continue
                 if match["name"] is not None and match["name"] not in self._functions:
                     return self._reject()
+                if match.partial:
+                    return self._end_in_head(match["name"])
                 self._form = form
                 is_whole = pattern == form.whole
                 return self._begin_object(match.end()) if is_whole else self._begin_arguments(match["name"], match.end())
@@ -134,6 +147,18 @@ class MarkupReader:
         self._emit_content(self._end_of_opening)
         self._state = self._in_text
         return True
+
+    def _is_certain(self, form: Form) -> bool:
+        """Whether the opening of a form is that of a call."""
+        return self._is_forced or not (form.is_at_start or form.may_begin_text)
+
+    def _end_in_head(self, name: str | None) -> bool:
+        """End a text that was cut before the arguments of a call. The call is reported if the name is whole."""
+        if name is not None:
+            self._begin_call(name, self._at)
+        self._at = len(self._text)
+        self._state = self._at_head  # so that the call does not count as read
+        return False
 
     def _begin_object(self, at: int) -> bool:
         self._start_of_object = self._end_of_scan = at
@@ -168,6 +193,8 @@ class MarkupReader:
             self._begin_call(call[0], end)
             self._add(json.dumps(call[1], ensure_ascii=False))
             self._state = self._at_tail
+        elif num_chars is None and self._is_cut and self._is_certain(self._form):
+            return self._end_in_head(None)
         else:  # all of the object is content: reading it again for calls inside could take quadratic time
             self._emit_content(len(self._text[:end].rstrip(_SPACE)))
             self._state = self._in_text
@@ -190,6 +217,8 @@ class MarkupReader:
             if match.partial and not self._is_end:
                 self._state = self._at_tail
                 return False
+            if match.partial and self._is_cut and begins_call and match["name"] in (None, *self._functions):
+                return self._end_in_head(match["name"])
             if not begins_call:
                 self._at = match.end()
                 return True

@@ -26,7 +26,7 @@ class ToolUse:
     """The functions that a request's answers may call, in which syntax, and how many at most (None: any number).
 
     `functions` are the schemas of their arguments. Without a syntax all text is content. `forms` are those of its calls that are
-    read, behind the `reasoning`. `grammar` constrains the text; None leaves it free.
+    read, behind the `reasoning`. `grammar` constrains the text; None leaves it free. `is_forced`: the text is calls alone.
     """
 
     functions: Mapping[str, Schema] = field(default_factory=dict)
@@ -34,6 +34,7 @@ class ToolUse:
     forms: tuple[Form, ...] = ()
     max_calls: int | None = None
     grammar: Grammar | None = None
+    is_forced: bool = False
     reasoning: ReasoningUse = NO_REASONING
 
     @property
@@ -48,7 +49,8 @@ class ToolUse:
 
     def reader(self) -> CallReader:
         """Return the parser of one text."""
-        return self.reasoning.reader(MarkupReader(self.forms, self.functions, self.max_calls) if self.forms else PlainReader())
+        calls = MarkupReader(self.forms, self.functions, self.max_calls, self.is_forced) if self.forms else PlainReader()
+        return self.reasoning.reader(calls)
 
 
 NO_TOOLS = ToolUse()
@@ -84,10 +86,10 @@ def tool_use(support: ToolSupport, body: ChatRequest) -> ToolUse:
         grammar = _grammar(support, support.syntax, body, is_one)
     except ValueError as error:
         raise InvalidRequest(f"tools: {error}", "tools") from error
-    is_forced = body.tool_choice not in (None, "auto") or body.grammar is not None
+    is_forced = body.tool_choice not in (None, "auto")
     free_forms = support.syntax.forms if grammar is None else support.syntax.strict_forms
-    forms = support.syntax.forced_forms if is_forced else free_forms
-    return ToolUse(functions, support.syntax, forms, 1 if is_one else None, grammar)
+    forms = support.syntax.forced_forms if is_forced or body.grammar is not None else free_forms
+    return ToolUse(functions, support.syntax, forms, 1 if is_one else None, grammar, is_forced)
 
 
 def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one: bool) -> Grammar | None:

@@ -90,7 +90,7 @@ def _bare(between: str, call: str, end: str = r"\}") -> Form:
     return Form(r"\{", f"~{call}", JsonArguments, tails, f"~{_ANY_OBJECT}", is_at_start=True)
 
 
-FENCED = _objects("```", r"```(?:json|tool_call)?+~\[?+~", r"~\]?+~```", "~[,;]?+~")
+FENCED = replace(_objects("```", r"```(?:json|tool_call)?+~\[?+~", r"~\]?+~```", "~[,;]?+~"), may_begin_text=True)
 BARE = _bare("~[,;]?+~", _call("arguments|parameters", r"\{"))
 DOUBLED = _bare("~[,;]?+~", _call("arguments|parameters", r"\{~\{"), r"\}~\}")
 BARE_LIST = _objects(r"\[~\{", r"\[~", r"~\]", "~,~", is_at_start=True)
@@ -119,15 +119,15 @@ _MISTRAL_V11 = Form(
 
 _DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>")
 _BEGIN, _END, _ALL_BEGIN, _ALL_END, _SEP = _DEEPSEEK
-_DEEPSEEK_OPENING = f"(?:{_ALL_BEGIN}~)?{_BEGIN}"
+_DEEPSEEK_HEAD = f"~(?:{_ALL_BEGIN}~)?{_BEGIN}~"
 _DEEPSEEK_TAILS = (f"~(?:```)?+~{_END}~{_ALL_END}", f"~(?:```)?+~{_END}", "~(?:```)?+")
 _DEEPSEEK_V3 = Form(
-    _DEEPSEEK_OPENING,
-    rf"~{_DEEPSEEK_OPENING}~function{_SEP}{NAME}~```json~(?=\{{)",
+    f"{_ALL_BEGIN}|{_BEGIN}",
+    rf"{_DEEPSEEK_HEAD}function{_SEP}{NAME}~```json~(?=\{{)",
     JsonArguments,
     _DEEPSEEK_TAILS,
 )
-_DEEPSEEK_V31 = replace(_DEEPSEEK_V3, head=rf"~{_DEEPSEEK_OPENING}~{NAME}{_SEP}~(?=\{{)")
+_DEEPSEEK_V31 = replace(_DEEPSEEK_V3, head=rf"{_DEEPSEEK_HEAD}{NAME}{_SEP}~(?=\{{)")
 
 _PYTHONIC = Form(r"\[~[A-Za-z0-9_-]", rf"~\[~{_PYTHON_CALL}", PythonArguments, (rf"~,~{_PYTHON_CALL}", r"~\]"), is_at_start=True)
 _TAGGED_PYTHONIC = replace(

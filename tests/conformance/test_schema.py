@@ -24,7 +24,16 @@ from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level, infilling
 
 MESSAGES = ["/v1/messages", "/v1/messages/count_tokens"]
-POSTS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", *MESSAGES, "/infill", "/tokenize", "/detokenize"]
+POSTS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    *MESSAGES,
+    "/infill",
+    "/v1/fim/completions",
+    "/tokenize",
+    "/detokenize",
+]
 GETS = [
     "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/input_items",

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import torch
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
@@ -48,6 +48,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """Return byte-level BPE of a few characters and ten longer tokens; ids 0 to 2 are special, as the tiny models have them."""
     tokens = ["<pad>", "<bos>", "<eos>", *_CHARACTERS, *("".join(pair) for pair in _MERGES), "Ċ"]
     inner = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=_MERGES))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # for bytes that a grammar forces
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<pad>", "<bos>", "<eos>"])
     inner.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in ("<think>", "</think>")])

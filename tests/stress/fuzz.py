@@ -23,7 +23,9 @@ from tests.stress.fuzz_bodies import Shot, made_up
 HANG_S = 60.0  # of one answer, on a machine that does much else
 MAX_ERROR_CHARS = 1200  # of the message and the name of a field
 _NUM_AT_ONCE = 4
-_DEADLINE = '"code":"deadline_exceeded"'  # which the body asked for: this server has none of its own
+_DEADLINE = 'code":"deadline_exceeded"'  # which the body asked for: this server has none of its own
+_ENDS = ('"stop":true', *(f'"type":"{kind}"' for kind in ("response.completed", "response.incomplete", "message_stop", "error")))
+_FAILURES = ('"type":"server_error"', '"type":"api_error"')
 _TEXT = {"model": "tiny", "prompt": "the same as before", "temperature": 0, "max_tokens": 16}
 _IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "latebranch_engine_restarts_total")
 
@@ -50,7 +52,7 @@ def problem_of(answer: httpx.Response) -> str | None:
         error = answer.json().get("error") if text.startswith("{") else None
         if not isinstance(error, dict) or not error.get("message"):
             return f"{answer.status_code} without an error: {text[:300]}"
-        num_chars = len(error["message"]) + len(error["param"] or "")
+        num_chars = len(error["message"]) + len(error.get("param") or "")
         return f"an error of {num_chars} characters" if num_chars > MAX_ERROR_CHARS else None
     if answer.headers["content-type"].startswith("text/event-stream"):
         return _problem_of_stream(text)
@@ -60,14 +62,9 @@ def problem_of(answer: httpx.Response) -> str | None:
 
 def _problem_of_stream(text: str) -> str | None:
     events = [event.rpartition("data: ")[2] for event in text.removesuffix("\n\n").split("\n\n")]
-    if (
-        events[-1] != "[DONE]"
-        and '"stop":true' not in events[-1]
-        and '"type":"response.completed"' not in events[-1]
-        and '"type":"response.incomplete"' not in events[-1]
-    ):
+    if events[-1] != "[DONE]" and not any(end in events[-1] for end in _ENDS):
         return f"a stream without an end: {text[-300:]}"
-    server_errors = [event for event in events if '"type":"server_error"' in event and _DEADLINE not in event]
+    server_errors = [event for event in events if any(kind in event for kind in _FAILURES) and _DEADLINE not in event]
     return f"an error of the server in a stream: {server_errors[0][:300]}" if server_errors else None
 
 

@@ -12,13 +12,19 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from server.schemas.anthropic import CountRequest, MessagesRequest
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
+from server.schemas.fim import FimRequest
 from server.schemas.infill import InfillRequest
 from server.schemas.responses import ResponsesRequest
 from server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/infill", "/tokenize", "/detokenize")
+_MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+PATHS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", *_MESSAGES_PATHS),
+    *("/infill", "/v1/fim/completions", "/tokenize", "/detokenize"),
+)
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,34 @@ _ITEMS: list[Any] = [
     {"type": ["message"], "role": "user"},
     {"id": "\x00"},
 ]
+_BLOCKS: list[Any] = [
+    {"type": "text", "text": "hi"},
+    {"type": "thinking", "thinking": "hm", "signature": ""},
+    {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1e300}},
+    {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "1"}], "is_error": True},
+    {"type": "tool_result", "tool_use_id": "other", "content": [{"type": "image"}]},
+    {"type": "redacted_thinking", "data": "\ud800"},
+    {"type": "image", "source": {}},
+    {"type": ["text"]},
+    {"text": "hi"},
+]
+_TURNS: list[Any] = [
+    *({"role": role, "content": [block]} for role in ("user", "assistant") for block in _BLOCKS),
+    {"role": "assistant", "content": []},
+    {"role": "assistant", "content": _BLOCKS[:3]},
+    {"role": "user", "content": _BLOCKS[3:4] * 300},
+    {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{"}},
+    {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": []},
+    {"role": "function", "name": "f", "content": "1"},
+    {"role": "user", "name": "\x00", "content": "hi"},
+]
 _FIELDS: dict[str, list[Any]] = {
     "model": ["tiny", "", "other", _HUGE],
     "prompt": [*_TEXTS, ["a", "b"], [1, 2, 3], [[1], [2]], [], [[]], [400], [-1], ["a", 1], [True], [10**20], ["a"] * 200],
-    "messages": [[], _MESSAGES, *([message] for message in _MESSAGES), [_MESSAGES[0]] * 300],
+    "messages": [
+        *([], _MESSAGES, *([message] for message in _MESSAGES), [_MESSAGES[0]] * 300),
+        *([_MESSAGES[0], turn, _MESSAGES[0]] for turn in _TURNS),
+    ],
     "input": [
         *_TEXTS,
         _ITEMS[:3],
@@ -214,6 +244,22 @@ _FIELDS: dict[str, list[Any]] = {
     "response_fields": [[""], ["content", "timings/prompt_n", "content/x", "/"], [_HUGE], ["a"] * 200],
     "return_tokens": [True, False],
     "samplers": [[], ["top_k", "infill"], 5],
+    "system": [*_TEXTS, _BLOCKS[:1], _BLOCKS],
+    "stop_sequences": [["a"], [""], ["x"] * 20, "a"],
+    "thinking": [{"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "adaptive", "display": "omitted"}],
+    "output_config": [
+        *({"effort": "low"}, {"effort": "x"}),
+        *({"format": {"type": "json_schema", "schema": schema}} for schema in _SCHEMAS),
+    ],
+    "context_management": [{"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "x"}]}],
+    "thread": [None, {}, "x"],
+    "functions": [[], [tool.get("function") for tool in _TOOLS[:2]], [{"name": "f"}] * 2, [{}]],
+    "function_call": ["none", "auto", {"name": "f"}, {"name": "other"}, {}],
+    "chat_template_kwargs": [{}, {"enable_thinking": False}, {"messages": []}, {"x": "y" * 20_000}, {"a": [[[[[[[[[1]]]]]]]]]}],
+    "reasoning_effort": ["low", "none", "", _HUGE],
+    "separate_reasoning": [True, False],
+    "include_reasoning": [True, False],
+    "random_seed": [*_NUMBERS, 0.5],
     "unheard_of": [1, None],
     "mirostat": [0, 2],
 }
@@ -221,13 +267,15 @@ _ALWAYS: dict[str, tuple[str, ...]] = {
     "/v1/completions": ("model", "prompt"),
     "/v1/chat/completions": ("model", "messages"),
     "/v1/responses": ("model", "input"),
+    **dict.fromkeys(_MESSAGES_PATHS, ("model", "messages")),
+    "/v1/fim/completions": ("model", "prompt"),
     "/infill": ("input_prefix", "input_suffix"),
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
 }
 _MODELS: tuple[type[BaseModel], ...] = (
-    *(CompletionRequest, ChatRequest, ResponsesRequest, InfillRequest),
-    *(TokenizeRequest, DetokenizeRequest),
+    *(CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest),
+    *(InfillRequest, FimRequest, TokenizeRequest, DetokenizeRequest),
 )
 _KNOWN = {path: [name for name in _FIELDS if name in model.model_fields] for path, model in zip(PATHS, _MODELS, strict=True)}
 _PLAIN: dict[str, Any] = {"model": "tiny", "prompt": "hello", "messages": _MESSAGES[:1], "input": "hello", "tokens": [5, 6]}
@@ -246,7 +294,7 @@ class Maker:
     def shot(self) -> Shot:
         """Return any request."""
         draw = self._draw
-        path = draw.choice((*PATHS[:3], *PATHS))
+        path = draw.choice((*PATHS[:4], *PATHS))
         kind = draw.randrange(10)
         body = json.dumps(self._spoilt(path) if kind in (4, 5, 6) else self._fields(path)).encode()
         if kind in (7, 8):
@@ -264,7 +312,7 @@ class Maker:
         if path == "/infill":
             body["n_predict"] = draw.randint(0, 6)
             body["stream"] = draw.randrange(4) == 0
-        if path.startswith("/v1"):
+        if path.startswith("/v1") and not path.endswith("count_tokens"):
             body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = draw.randint(1, 6)
             body["stream"] = draw.randrange(4) == 0
         known = _KNOWN[path] if draw.randrange(6) else list(_FIELDS)

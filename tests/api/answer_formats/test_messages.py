@@ -256,6 +256,19 @@ async def test_reason_of_an_end_is_reported(text: str, fields: dict[str, Any], r
     assert (end["delta"], end["usage"]) == ({"stop_reason": reason, "stop_sequence": sequence}, answer["usage"])
 
 
+@pytest.mark.parametrize(("end", "names"), [('", "arg', []), (', "arg', ["weather"]), ('{"place"', ["weather"])])
+async def test_a_cut_beginning_is_no_text(end: str, names: list[str]):
+    """The markup of a call that was cut before its arguments was a block of text."""
+    text = "So.\n" + written("weather", '{"place": "Oslo"}')
+    fields = {"tools": TOOLS, "max_tokens": len(calling().encode(text[: text.index(end)]))}
+    async with in_process(engine_of(text), tokenizer=calling()) as client:
+        answer = (await client.post(URL, json=message(**fields))).json()
+        stream = events_of((await client.post(URL, json=message(**fields, stream=True))).text)
+    blocks = [{"type": "text", "text": "So."}, *({"type": "tool_use", "name": name, "input": {}} for name in names)]
+    assert (without_ids(answer)["content"], answer["stop_reason"]) == (blocks, "max_tokens")
+    assert without_ids(joined(stream)) == without_ids(answer)
+
+
 async def test_one_call_ends_an_answer_without_parallel_calls():
     text = "\n".join([written("time", "{}")] * 2)
     async with in_process(engine_of(text), tokenizer=calling()) as client:

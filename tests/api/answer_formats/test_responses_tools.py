@@ -115,6 +115,16 @@ async def test_a_call_that_is_cut_is_incomplete():
     assert called(answer) == [("weather", '{"place": "Oslo')]
 
 
+@pytest.mark.parametrize(("end", "calls"), [('", "arg', []), (', "arg', [("weather", "")]), ('{"place"', [("weather", "")])])
+async def test_a_cut_beginning_is_no_message(end: str, calls: list[tuple[str, str]]):
+    """The markup of a call that was cut before its arguments was the text of a message."""
+    most = len(calling().encode(TEXT[: TEXT.index(end)]))
+    async with in_process(_engine(), tokenizer=calling()) as client:
+        answer = await both(client, tools=TOOLS, max_output_tokens=most)
+    assert (answer["status"], text_of(answer), called(answer)) == ("incomplete", "Let me see.", calls)
+    assert answer["output"][-1]["status"] == "incomplete"
+
+
 async def test_parallel_false_ends_behind_one_call():
     async with in_process(_engine(), tokenizer=calling()) as client:
         answer = await both(client, tools=TOOLS, parallel_tool_calls=False)

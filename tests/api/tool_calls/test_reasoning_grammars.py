@@ -23,6 +23,7 @@ from engine.structured_output.json_bounds import MAX_DIGITS
 from engine.structured_output.number_lengths import NumberLimit, TokenDigits
 from engine.testing import tiny_engine, tiny_pair
 from engine.worker.inprocess import InProcessEngine
+from server.grammar.process import GrammarProcess
 from tests.api.harness import chat, data_of, in_process
 from tests.api.tool_calls.test_forced_tools import NAMED, SCHEMA, SCHEMAS, STRICT, TOOLS
 from tests.api.tool_calls.test_reasoning import URL, streamed
@@ -233,3 +234,40 @@ def test_digits_are_counted_outside_the_block():
     assert may_go_on("5</think>55", BLOCKS["deepseek"])
     for text, block in (("5</think>555", BLOCKS["deepseek"]), ("<think>5</think>555", BLOCKS["qwen3"])):
         assert not may_go_on(text, block)
+
+
+async def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
+    """It was compiled without its block first, then with it; and a format beside calls was compiled by itself first."""
+    tried: list[Grammar] = []
+    monkeypatch.setattr(GrammarProcess, "check", lambda _process, _source, grammar: tried.append(grammar))
+    cases: list[dict[str, Any]] = [
+        {"response_format": FORMAT},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "response_format": FORMAT},
+    ]
+    for fields in cases:
+        engine = FakeEngine(max_model_len=900, vocab_size=V, eos_token_ids=(0,))
+        async with in_process(engine, tokenizer=thinking("deepseek")) as client:
+            assert (await client.post(URL, json=chat(**fields))).status_code == 200
+        assert tried == [engine.requests[0].sampling.grammar]
+        assert tried.pop().block is not None
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek"])
+async def test_what_cannot_be_compiled_is_named_behind_a_block(kind: str):
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"not": {"type": "string"}}}}}}]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"response_format": wrong}, "response_format"),
+        ({"tools": tools, "tool_choice": "required"}, "tools"),
+        ({"tools": TOOLS, "response_format": wrong}, "response_format"),
+        (
+            {"tools": [{"type": "function", "function": {**tools[0]["function"], "strict": True}}], "response_format": FORMAT},
+            "tools",
+        ),
+    ]
+    async with in_process(FakeEngine(max_model_len=900, vocab_size=V, eos_token_ids=(0,)), tokenizer=thinking(kind)) as client:
+        for fields, param in cases:
+            response = await client.post(URL, json=chat(**fields))
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param), fields
+            assert "not" in response.json()["error"]["message"]

@@ -163,22 +163,33 @@ def test_any_text_is_streamed_as_it_is_answered():
     check()
 
 
+BEGINNINGS: list[tuple[int, list[tuple[str, str]]]] = [
+    (TEXT.index("\n{"), []),
+    (TEXT.index('er", "arg'), []),
+    (TEXT.index(', "arg'), [("weather", "")]),
+    (TEXT.index('{"place"'), [("weather", "")]),
+]
+
+
 @pytest.mark.parametrize(
     ("fields", "content", "calls", "finish"),
     [
         ({"parallel_tool_calls": False}, "Let me see.", CALLS[:1], "tool_calls"),
         ({"max_tokens": len(calling().encode(TEXT.split(" 日")[0]))}, "Let me see.", [("weather", '{"place": "Oslo')], "length"),
-        ({"max_tokens": len(calling().encode(TEXT.split('", "arg')[0]))}, TEXT.split('", "arg')[0], [], "length"),
+        *(({"max_tokens": len(calling().encode(TEXT[:at]))}, "Let me see.", calls, "length") for at, calls in BEGINNINGS),
+        ({"max_tokens": len(calling().encode(TEXT.split("_call>")[0]))}, "Let me see.\n<tool", [], "length"),
         ({"stop": ["e"]}, "L", [], "stop"),
         ({"stop": ["} b"]}, "Let me see.", [CALLS[0], ("weather", '{"place": "a ')], "tool_calls"),
         ({"stop": ["see"], "include_stop_str_in_output": True}, "Let me see", [], "stop"),
     ],
 )
 async def test_ends(fields: dict[str, Any], content: str, calls: list[tuple[str, str]], finish: str):
-    engine = _engine()
-    async with in_process(engine, tokenizer=calling()) as client:
+    """The beginning of a call that `max_tokens` cut was content: clients showed markup."""
+    async with in_process(_engine(), tokenizer=calling()) as client:
         answer = (await client.post(URL, json=chat(tools=TOOLS, **fields))).json()
+        parts = data_of((await client.post(URL, json=chat(tools=TOOLS, stream=True, **fields))).text)
     (choice,) = answer["choices"]
+    assert without_ids(streamed(parts)) == without_ids(choice)
     assert (choice["message"]["content"], _called(choice["message"]), choice["finish_reason"]) == (content, calls, finish)
     assert answer["usage"]["completion_tokens"] == fields.get("max_tokens", answer["usage"]["completion_tokens"])
 

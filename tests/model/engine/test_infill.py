@@ -100,7 +100,7 @@ async def test_both_routes_write_the_same(fields: dict[str, Any]):
 
 
 TEMPERATURE = 2.0
-ALLOWED = [*TOKENIZER.convert_tokens_to_ids(["h", "e", "l"]), PAD, *TOKENIZER.convert_tokens_to_ids(["<fim-middle>"])]
+ALLOWED = [*TOKENIZER.convert_tokens_to_ids(["h", "e", "l"]), PAD, *TOKENIZER.convert_tokens_to_ids(["<fim-middle>"]), ENDS[-1]]
 
 
 @torch.inference_mode()
@@ -113,7 +113,7 @@ def _distribution(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
 
     found: dict[tuple[int, ...], float] = {}
     for first, probability in after().items():
-        if first in _infill().end_ids:
+        if first in ENDS:
             found[first,] = probability
         else:
             found |= {(first, second): probability * share for second, share in after(first).items()}

@@ -18,15 +18,15 @@ from engine.core.policy import FixedExpansion
 from engine.core.rng_keys import Stream, stream_key
 from engine.core.step_plan import Row
 from engine.core.tree import PLAIN, Expansion
-from engine.core.types import FinishReason, Grammar, GrammarKind, Progress, Request, SamplingParams, Speculation
+from engine.core.types import FinishReason, FreeBlock, Grammar, GrammarKind, Progress, Request, SamplingParams, Speculation
 from engine.engine import Engine
 from engine.sampling.noise import gumbels
 from engine.structured_output.grammars import CompiledGrammars
 from engine.testing import tiny_engine
 from engine.verify import dispatch as judge
-from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
+from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, worst_z_of_beginnings, z_of_counts
 from tests.model.driving import run
-from tests.model.grammars import ALL, EOS, LARK, REGEX, GrammarProcessor, ids_of, text_of, vocabulary
+from tests.model.grammars import ALL, EOS, LARK, REGEX, GrammarProcessor, V, ids_of, text_of, tokenizer, vocabulary
 from tests.model.tiny import own_logits, own_module, pair
 
 PROMPT = tuple(3 + (11 * i) % 7 for i in range(19))
@@ -145,21 +145,31 @@ def test_logprobs_are_the_raw_models():
         assert told.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
 
 
-# The law, enumerated: every text of a small language, cut after three tokens.
+# The distribution, enumerated: every text of a small language, cut after a few tokens. A block may be missing, or the prompt has
+# opened it; a text may end behind it, at a limit or at a stop token inside.
 SMALL = Grammar(GrammarKind.REGEX, "(a|b)(c|,[ab]|12)*")
 COUNTED = SamplingParams(temperature=6.0, grammar=SMALL, max_tokens=3)
+FEW = tuple(tokenizer().convert_tokens_to_ids(["a", "c", "Ċ", "<think>", "</think>", "<eos>"]))
+WITH_BLOCK = replace(COUNTED, grammar=replace(SMALL, block=FreeBlock("<think>", "</think>")), max_tokens=6, allowed_token_ids=FEW)
+BEGUN = replace(WITH_BLOCK, grammar=replace(SMALL, block=FreeBlock(None, "</think>")))
+STOPPED = replace(WITH_BLOCK, stop_token_ids=(FEW[1],))
 SHORT = (5, 9, 33, 4, 4)
 NUM_REQUESTS = 500
 WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, max_model_len=32)
 
 
 @cache
-def target_distribution() -> dict[tuple[int, ...], float]:
+def target_distribution(sampling: SamplingParams = COUNTED) -> dict[tuple[int, ...], float]:
+    assert sampling.grammar is not None
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        ended = {text: p for text, p in distribution.items() if text[-1:] == (EOS,)}
+    processor, possible = GrammarProcessor(sampling.grammar, len(SHORT)), torch.zeros(V)
+    possible[list(sampling.allowed_token_ids or range(V))] = 1.0
+    for _ in range(sampling.max_tokens):
+        ended = {text: p for text, p in distribution.items() if text and text[-1] in (EOS, *sampling.stop_token_ids)}
         going = {text: p for text, p in distribution.items() if text not in ended}
-        nexts = {text: probs_after(SMALL, (*SHORT, *text), 6.0, len(SHORT)) for text in going}
+        texts = torch.tensor([[*SHORT, *text] for text in going])
+        probs_NV = torch.softmax(processor(texts, own_logits("llama", texts.tolist())[:, -1]).double() / 6.0, -1) * possible
+        nexts = dict(zip(going, probs_NV / probs_NV.sum(-1, keepdim=True), strict=True))
         distribution = ended | {
             (*text, token_id): p * float(nexts[text][token_id])
             for text, p in going.items()
@@ -168,9 +178,9 @@ def target_distribution() -> dict[tuple[int, ...], float]:
     return distribution
 
 
-def counts(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
+def counts(verifier: str, expansion: Expansion, sampling: SamplingParams = COUNTED) -> Counter[tuple[int, ...]]:
     requests = [
-        Request(str(seed), SHORT, replace(COUNTED, seed=seed), Speculation(verifier=verifier)) for seed in range(NUM_REQUESTS)
+        Request(str(seed), SHORT, replace(sampling, seed=seed), Speculation(verifier=verifier)) for seed in range(NUM_REQUESTS)
     ]
     session = run(engine_of(expansion, noise=0.1, config=WIDE), requests)
     assert sum(stats.num_accepted_tokens for stats in session.stats) > NUM_REQUESTS / 2
@@ -187,6 +197,33 @@ def counts(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
 )
 def test_the_engines_distribution_is_the_masked_distribution(verifier, expansion):
     assert z_of_counts(counts(verifier, expansion), target_distribution()) < PASSES_BELOW
+
+
+BLOCKS = {"with": WITH_BLOCK, "begun": BEGUN, "stopped": STOPPED}
+MARKERS = tuple(FEW[3:5])
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("verifier", "expansion"), [("traversal", Expansion(0, 3, 2)), ("coupled", Expansion(1, 2, 1))])
+def test_texts_behind_blocks_have_the_masked_distribution(name, verifier, expansion):
+    """Texts that end behind a block, without one, inside one at a limit, and at a stop token, whichever side it is on."""
+    sampling, distribution = BLOCKS[name], target_distribution(BLOCKS[name])
+    found = counts(verifier, expansion, sampling)
+    assert worst_z_of_beginnings([*found.elements()], distribution) < PASSES_BELOW
+    opening, closing = MARKERS
+    ends = Counter(
+        (closing in text, opening in text[:1], text[-1] in (EOS, *sampling.stop_token_ids)) for text in found.elements()
+    )
+    assert (True, name != "begun", True) in ends, "behind a block"
+    assert (False, name != "begun", False) in ends, "cut inside a block"
+    assert name == "begun" or (False, False, True) in ends, "without a block"
+    assert name != "stopped" or (False, True, True) in ends, "stopped inside a block"
+
+
+def test_a_block_that_is_masked_as_its_root_is_noticed(monkeypatch):
+    monkeypatch.setattr(Row, "sampling_context", every_node_is_masked_like_the_root)
+    found = counts("traversal", Expansion(0, 3, 2), WITH_BLOCK)
+    assert worst_z_of_beginnings([*found.elements()], target_distribution(WITH_BLOCK)) > FAILS_ABOVE
 
 
 def only_the_root_is_masked(row, path_ids):

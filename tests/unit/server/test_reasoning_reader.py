@@ -168,9 +168,9 @@ class _CountsBreaksAnew(ReasoningReader):
 class _LosesTheEnd(ReasoningReader):
     """Forgets what is buffered at the end."""
 
-    def close(self) -> ReadText:
+    def close(self, is_cut: bool = False) -> ReadText:
         self._buffer = ""
-        return super().close()
+        return super().close(is_cut)
 
 
 class _StripsEachPiece(ReasoningReader):

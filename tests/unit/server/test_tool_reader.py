@@ -438,6 +438,45 @@ def test_reading_ends_at_a_forced_call(markup: str):
     assert reader.is_done
 
 
+def _check_ends(markup: str, is_forced: bool, reader_type: type[MarkupReader]) -> None:
+    syntax, markers = SYNTAXES[markup], [*SYNTAXES[markup].markers, OPEN]
+    text = rendered_calls(markup, [("f", {"s": "a"}), ("get_it", {})])
+    for end in range(1, len(text) + 1):
+        found = []
+        for step in (1, end):
+            reader = reader_type(syntax.forced_forms if is_forced else syntax.forms, FUNCTIONS, None, is_forced)
+            pieces = [reader.feed(text[at : min(at + step, end)]) for at in range(0, end, step)]
+            pieces.append(reader.close(is_cut=True))
+            calls = tuple(call for piece in pieces for call in piece.calls)
+            found.append(("".join(piece.content for piece in pieces), _calls(ReadText(calls=calls))))
+        (content, read), other = found
+        assert (content, read) == other
+        assert bool(read) == (re.search(r"\bf\W", text[:end]) is not None), text[:end]
+        begins_marker = any(marker.startswith(content.strip()) and marker != content.strip() for marker in markers)
+        may_be_text = begins_marker or (syntax.forms[0].is_at_start and not read)
+        assert not content or (may_be_text and not is_forced), text[:end]
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+@pytest.mark.parametrize("markup", MARKUPS)
+def test_cut_calls_are_no_content(markup: str, is_forced: bool):
+    """Markup was content where a limit of tokens cut it before a call's arguments, or in the name of a field."""
+    _check_ends(markup, is_forced, MarkupReader)
+
+
+class _LeavesCutsInText(MarkupReader):
+    """Treats a text that a limit cut as one that ended."""
+
+    def close(self, is_cut: bool = False) -> ReadText:
+        return super().close()
+
+
+@pytest.mark.parametrize("markup", MARKUPS)
+def test_readers_that_ignore_cuts_fail(markup: str):
+    with pytest.raises(AssertionError):
+        _check_ends(markup, False, _LeavesCutsInText)
+
+
 _HOSTILE = [
     f'{OPEN}{{"a\\"',
     f'{OPEN}{{"type": "',
