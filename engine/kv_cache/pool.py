@@ -120,9 +120,9 @@ class KVCache:
         """Create the pools of all layers, block by block."""
         num_blocks = -(-(self.num_slots + 1) // _BLOCK_SLOTS)
         num_parts = num_layers * 2 * num_heads
-        # One part more makes their number odd: a head's parts of even blocks would compete for the same lines of a processor's cache.
+        # One part more makes their number odd: a head's keys of even blocks would compete for few lines of the processor's cache.
         memory = self._empty((num_blocks, num_parts + 1, _BLOCK_SLOTS, head_size), dtype)
-        parts = memory[:, :num_parts].unflatten(1, (num_layers, 2, num_heads)).transpose(3, 4)
+        parts = memory[:, :num_parts].view(num_blocks, num_layers, 2, num_heads, _BLOCK_SLOTS, head_size).transpose(3, 4)
         for layer in range(num_layers):
             self._keys[layer], self._values[layer] = self._watched(parts[:, layer, 0]), self._watched(parts[:, layer, 1])
 

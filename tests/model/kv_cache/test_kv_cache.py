@@ -89,7 +89,7 @@ def test_a_texts_huge_pages_are_few(num_slots):
 
 @pytest.mark.parametrize("sizes", [(30, 3, 64), (1, 4, 32)])
 def test_blocks_begin_at_odd_parts(sizes):
-    """The bug: parts of even blocks were a power of two apart, so that one text's keys evicted each other from the processor's cache."""
+    """The bug: a head's keys were powers of two apart, so that they evicted each other from the processor's cache."""
     num_layers, num_heads, head_size = sizes
     ((keys, _), *_) = KVCache(200, CPU).pools(num_layers, num_heads, head_size, torch.float32)
     num_parts, rest = divmod(keys.stride(0), keys.stride(2))
