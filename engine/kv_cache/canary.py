@@ -1,7 +1,7 @@
 """A canary for cache slots: free and never written slots are poisoned, and a read of such a slot raises an error with its number.
 
 The poison is a NaN with a bit pattern that no computation produces. Reads are checked for it; an unchecked read of it computes
-NaN. engine.kv_cache.slot_digests checks the sequences to which slots belong. Shape key: S slots, R rows that were read.
+NaN. engine.kv_cache.slot_digests checks the sequences to which slots belong. Shape key: N blocks, B slots of a block, R rows.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ _BITS = {2: (torch.int16, 0x7FCA), 4: (torch.int32, 0x7FCA_CAFE)}  # by bytes of
 
 
 class Canary(Protocol):
-    """Checks reads from pools that have a row for each slot."""
+    """Checks reads from pools that have a row for each slot: slot s has row [s // B, s % B]."""
 
-    def watch(self, pool: Shaped[Tensor, "S ..."]) -> None:
+    def watch(self, pool: Shaped[Tensor, "N B ..."]) -> None:
         """Register a new pool, in which nothing has been written."""
         ...
 
@@ -31,7 +31,7 @@ class Canary(Protocol):
 class NoCanary:
     """Checks nothing, at no cost."""
 
-    def watch(self, pool: Shaped[Tensor, "S ..."]) -> None:
+    def watch(self, pool: Shaped[Tensor, "N B ..."]) -> None:
         """Do nothing."""
 
     def check(self, name: str, slots_R: Tensor, rows: Shaped[Tensor, "R ..."]) -> None:
@@ -45,7 +45,7 @@ class SlotCanary:
         self._pools: list[Tensor] = []
         self._has_begun = False
 
-    def watch(self, pool: Shaped[Tensor, "S ..."]) -> None:
+    def watch(self, pool: Shaped[Tensor, "N B ..."]) -> None:
         """Register a new pool, in which nothing has been written."""
         self._pools.append(pool)
         if self._has_begun:
@@ -81,4 +81,5 @@ def _poison(pool: Tensor, slots: Sequence[int] | None = None) -> None:
     if slots is None:
         pool.view(kind).fill_(pattern)
     else:
-        pool.view(kind).index_fill_(0, torch.tensor(slots, device=pool.device), pattern)
+        slots_T, size = torch.tensor(slots, device=pool.device), pool.shape[1]
+        pool.view(kind)[slots_T // size, slots_T % size] = pattern

@@ -6,6 +6,7 @@ Shape key: T packed tokens, S slots, N rows of logits, M their columns, D width,
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.attention.packing import PackedBatch
-from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.kv_cache import BLOCK_BITS, KVCache
 from engine.native import library
 from engine.native.linear import QUANTISED
 
@@ -61,7 +62,7 @@ class Runner:
 
     def __init__(self, structure: library.Decoder, precision: str) -> None:
         self.structure, self.cache_dtype = structure, cache_dtype(precision)
-        self._pools: WeakKeyDictionary[KVCache, tuple[library.Pointers, library.Pointers, int]] = WeakKeyDictionary()
+        self._pools: WeakKeyDictionary[KVCache, dict[str, Any]] = WeakKeyDictionary()
 
     def run(
         self,
@@ -114,26 +115,30 @@ class Runner:
         self, cache: KVCache, rotations: Sequence[Tables], pool_SD: Float[Tensor, "S D"] | None = None
     ) -> library.Pass:
         """Return the structure of a pass with the addresses of everything that does not depend on its tokens."""
-        keys, values, head_stride = self._pools_of(cache)
         return library.Pass(
             pool=None if pool_SD is None else pool_SD.data_ptr(),
-            keys=keys,
-            values=values,
-            head_stride=head_stride,
+            **self._pools_of(cache),
             cosines=library.pointers([cosines.data_ptr() for cosines, _ in rotations]),
             sines=library.pointers([sines.data_ptr() for _, sines in rotations]),
             kept=library.pointers([0] * (self.structure.num_layers + 1)),
             is_cached_in_half=self.cache_dtype == torch.float16,
         )
 
-    def _pools_of(self, cache: KVCache) -> tuple[library.Pointers, library.Pointers, int]:
-        """Return the addresses of a cache's keys and values, by layer, and the stride between heads. Pools never move."""
+    def _pools_of(self, cache: KVCache) -> dict[str, Any]:
+        """Return the fields of a pass that say where a cache's keys and values are. Pools never move."""
         if cache not in self._pools:
             shape = self.structure
-            sizes, dtype = (shape.num_kv_heads, shape.head_size), self.cache_dtype
-            pools = [cache.pools(layer, *sizes, dtype) for layer in range(shape.num_layers)]
-            keys, values = zip(*((keys.data_ptr(), values.data_ptr()) for keys, values in pools), strict=True)
-            first = pools[0][0]
-            assert first.stride(0) == shape.head_size, "a head's keys must be contiguous"
-            self._pools[cache] = library.pointers(keys), library.pointers(values), first.stride(1)
+            pools = cache.pools(shape.num_layers, shape.num_kv_heads, shape.head_size, self.cache_dtype)
+            first_NBHK = pools[0][0]
+            block_stride, slot_stride, head_stride, _ = first_NBHK.stride()
+            assert slot_stride == shape.head_size, "a head's keys must be contiguous"
+            num_blocks, block_slots = first_NBHK.shape[:2]
+            assert num_blocks == 1 or block_slots == 1 << BLOCK_BITS
+            self._pools[cache] = {
+                "keys": library.pointers([keys.data_ptr() for keys, _ in pools]),
+                "values": library.pointers([values.data_ptr() for _, values in pools]),
+                "head_stride": head_stride,
+                "block_bits": BLOCK_BITS,
+                "block_gap": 0 if num_blocks == 1 else block_stride // slot_stride - block_slots,
+            }
         return self._pools[cache]

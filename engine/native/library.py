@@ -88,7 +88,7 @@ class Pass(Structure):
         *((name, c_void_p) for name in ("first_token", "first_key", "first_tail", "first_seen")),
         *((name, c_void_p) for name in ("key_slots", "tail_positions", "seen")),
         *((name, POINTER(c_void_p)) for name in ("keys", "values")),
-        ("head_stride", c_int64),
+        *((name, c_int64) for name in ("head_stride", "block_bits", "block_gap")),
         *((name, POINTER(c_void_p)) for name in ("cosines", "sines")),
         *((name, c_void_p) for name in ("rows", "states", "logits", "largest", "likeliest")),
         ("kept", POINTER(c_void_p)),

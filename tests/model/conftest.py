@@ -18,5 +18,5 @@ def poisoned_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A mask is no protection: 0 times NaN is NaN.
     """
-    pool_of = KVCache._pool
-    monkeypatch.setattr(KVCache, "_pool", lambda cache, example: pool_of(cache, example).fill_(float("nan")))
+    empty = KVCache._empty
+    monkeypatch.setattr(KVCache, "_empty", lambda cache, *how: empty(cache, *how).fill_(float("nan")))

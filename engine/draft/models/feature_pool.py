@@ -38,7 +38,7 @@ class FeaturePool:
         self.padding_row, self.zero_row = num_slots, num_slots + 1
         self._canary = canary
         self._pool_SW = torch.empty(num_slots + 2, width, dtype=dtype, device=device)
-        canary.watch(self._pool_SW[:num_slots])
+        canary.watch(self._pool_SW[None, :num_slots])
         self._pool_SW[self.zero_row] = 0.0
 
     def write(self, slots_T: Int[Tensor, " T"], features_TW: Float[Tensor, "T W"]) -> None:

@@ -46,7 +46,7 @@ struct Segments {
   const int64_t* first_key;    // [count + 1] into key_slots
   const int64_t* first_tail;   // [count + 1] into tail_positions
   const int64_t* first_seen;   // [count] into seen
-  const int64_t* key_slots;    // context, then tail
+  const int64_t* key_slots;    // context, then tail; where attention runs: the slots' rows in the pools
   const int64_t* tail_positions;
   const uint8_t* seen;  // [tokens, tail] of each segment
 };

@@ -109,14 +109,23 @@ struct Features {
   }
 };
 
+// Where slots lie in a head's part of the pools, in rows of the head's size.
+struct Blocks {
+  int64_t bits;  // a block has 2^bits slots
+  int64_t gap;   // rows from a block's end to the next one's begin
+
+  int64_t row_of(int64_t slot) const { return slot + (slot >> bits) * gap; }
+};
+
 struct Pass {
   int64_t num_tokens, num_rows;
   const int64_t *token_ids, *positions, *write_slots;
   float* pool;            // of a draft head: states by slot [S, width], written for the requested rows
   const int64_t* before;  // [T] of a draft head: the slot whose state, or feature, each token reads
   Segments segments;
-  void *const *keys, *const *values;           // pools of each layer [kv heads, S, size], float32 or float16
-  int64_t head_stride;                         // numbers from a head's part of a pool to the next head's
+  void *const *keys, *const *values;  // pools of each layer, blocks of [kv heads, slots, size], float32 or float16
+  int64_t head_stride;                // numbers from a head's part of a block to the next head's
+  Blocks blocks;
   const float *const *cosines, *const *sines;  // of each rotation [positions, size]
   const int64_t* rows;                         // [num_rows] tokens whose logits are requested
   float* states;                               // [num_rows, width]: inputs of the output head
@@ -165,6 +174,7 @@ struct Largest {
 
 struct Scratch {
   std::vector<float> x, last, qkv, attended, hidden, branch;
+  std::vector<int64_t> key_rows;
   std::vector<std::vector<float>> normed;  // of each thread
   Inputs inputs;
   std::vector<Attention> attention;           // of each thread
@@ -198,6 +208,7 @@ class Run {
   Run(const Decoder& decoder, const Pass& pass, Scratch& scratch, int num_threads)
       : d_(decoder), p_(pass), s_(scratch) {
     const int64_t T = p_.num_tokens;
+    find_key_rows();
     kv_width_ = d_.num_kv_heads * d_.head_size;
     q_width_ = d_.num_heads * d_.head_size;
     row_ = q_width_ + 2 * kv_width_;
@@ -450,7 +461,7 @@ class Run {
         rotate(head, cosines, sines, d_.head_size);
       }
       for (int64_t h = 0; h < d_.num_kv_heads; h++) {
-        const int64_t place = h * p_.head_stride + p_.write_slots[t] * d_.head_size;
+        const int64_t place = h * p_.head_stride + p_.blocks.row_of(p_.write_slots[t]) * d_.head_size;
         const float* key = qkv + q_width_ + h * d_.head_size;
         store_row(key, d_.head_size, keys + place);
         store_row(key + kv_width_, d_.head_size, values + place);
@@ -529,6 +540,15 @@ class Run {
            (f && std::count(f->after, f->after + f->num_states, d_.num_layers - 1));
   }
 
+  // Attention reads rows of the pools in place of slots.
+  void find_key_rows() {
+    const int64_t *slots = p_.segments.key_slots, count = p_.segments.first_key[p_.segments.count];
+    grow(s_.key_rows, count);
+    std::transform(slots, slots + count, s_.key_rows.begin(),
+                   [blocks = p_.blocks](int64_t slot) { return blocks.row_of(slot); });
+    p_.segments.key_slots = s_.key_rows.data();
+  }
+
   // Find the rows that are active after the last layer's keys and values, if not all rows are.
   void find_last(int64_t together) {
     last_.assign(p_.rows, p_.rows + p_.num_rows);
@@ -554,7 +574,7 @@ class Run {
   int64_t place_in_last(int64_t t) const { return std::lower_bound(last_.begin(), last_.end(), t) - last_.begin(); }
 
   const Decoder& d_;
-  const Pass& p_;
+  Pass p_;  // the caller's, but for `key_slots`
   Scratch& s_;
   int64_t kv_width_, q_width_, row_;
   bool keeps_last_;  // whether states after the last norm are requested

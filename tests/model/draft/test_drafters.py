@@ -133,7 +133,7 @@ def test_a_cache_is_not_read_as_what_it_does_not_hold():
     cache = KVCache(2, CPU)
     cache.write(0, torch.tensor([0]), torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match=r"float32, not torch\.float16"):
-        cache.pools(0, 2, 4, torch.float16)
+        cache.pools(1, 2, 4, torch.float16)
 
 
 def test_a_lens_survives_its_file(tmp_path):

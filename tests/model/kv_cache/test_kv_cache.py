@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from engine.core.types import FinishReason
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.vocab_padding import RepaddedModel
 from engine.engine import Engine
-from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.kv_cache import BLOCK_BITS, KVCache
 from engine.model.causal_lm import CausalModel
 from engine.scheduler.scheduler import Scheduler
 from engine.testing import FAMILIES, tiny_engine
@@ -32,9 +33,11 @@ WRONG = 1e-2
 NUM_SLOTS = 90
 
 
-@given(st.permutations(range(8)), st.integers(1, 8), st.integers(0, 2**31))
-def test_what_is_written_is_read(slots, count, seed):
-    cache = KVCache(8, CPU)
+@given(st.permutations(range(8)), st.integers(1, 8), st.integers(0, 2**31), st.booleans())
+def test_what_is_written_is_read(places, count, seed, is_native):
+    cache, slots = KVCache(200, CPU), [25 * place for place in places]
+    if is_native:
+        cache.pools(6, 2, 3, torch.float32)
     keys, values = torch.randn(2, count, 2, 3, generator=torch.Generator().manual_seed(seed))
     cache.write(4, torch.tensor(slots[:count]), keys, values)
     order = torch.tensor([[slots[i % count] for i in range(6)]])
@@ -54,6 +57,48 @@ def test_pools_are_made_by_layer_when_it_first_writes():
     keys, values = cache.gather(3, torch.tensor([[1, 1, 1]]))
     assert keys.sum((2, 3)).tolist() == [[8.0, 8.0, 8.0]]
     assert values.shape == (1, 3, 2, 6)
+
+
+def num_huge_pages(slots: Sequence[int]) -> int:
+    """Return the number of huge pages that these slots of a cache have in all layers."""
+    pools = KVCache(32_768, CPU).pools(NUM_LAYERS, NUM_HEADS, HEAD_SIZE, torch.float16)
+    pages: set[int] = set()
+    for pool in (pool for pools_of_layer in pools for pool in pools_of_layer):
+        for slot, head in product(slots, range(NUM_HEADS)):
+            row = pool[slot // pool.shape[1], slot % pool.shape[1], head]
+            pages |= {row.data_ptr() // PAGE_BYTES, (row.data_ptr() + row.nbytes - 1) // PAGE_BYTES}
+    return len(pages)
+
+
+def most_huge_pages(num_slots: int) -> int:
+    """Return how many huge pages the first slots may have: those of whole blocks, and one."""
+    num_blocks = -(-num_slots // (1 << BLOCK_BITS))
+    num_bytes = num_blocks * (1 << BLOCK_BITS) * NUM_LAYERS * 2 * NUM_HEADS * HEAD_SIZE * torch.float16.itemsize
+    return -(-num_bytes // PAGE_BYTES) + 1
+
+
+NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 30, 3, 64
+PAGE_BYTES = 2 << 20
+
+
+@pytest.mark.parametrize("num_slots", [1, 64, 65, 300])
+def test_a_texts_huge_pages_are_few(num_slots):
+    """The bug: each head of each layer had its own pages, so that one token took 180 huge pages."""
+    assert num_huge_pages(range(num_slots)) <= most_huge_pages(num_slots)
+
+
+@pytest.mark.parametrize("sizes", [(30, 3, 64), (1, 4, 32)])
+def test_blocks_begin_at_odd_parts(sizes):
+    """The bug: a head's keys were powers of two apart, so that they evicted each other from the processor's cache."""
+    num_layers, num_heads, head_size = sizes
+    ((keys, _), *_) = KVCache(200, CPU).pools(num_layers, num_heads, head_size, torch.float32)
+    num_parts, rest = divmod(keys.stride(0), keys.stride(2))
+    assert (num_parts % 2, rest) == (1, 0)
+
+
+def test_pools_by_layer_have_more_huge_pages(monkeypatch):
+    monkeypatch.setattr(KVCache, "_make_blocks", lambda *_: None)
+    assert num_huge_pages([0]) > most_huge_pages(300)
 
 
 class RandomExpansion:

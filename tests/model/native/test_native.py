@@ -175,6 +175,20 @@ def test_keys_and_values_of_every_head_lie_where_those_of_torch_do():
         assert torch.allclose(own, found, atol=1e-4)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_slots_of_other_blocks_change_no_bit(precision):
+    """Neighbours: slots within a block, at its ends, and in many blocks in any order."""
+    target, found, text = native("qwen2", precision), [], TEXT[:130]
+    orders = [range(130), range(62, 192), random.Random(1).sample(range(1000), 130)]
+    for slots in orders:
+        cache = KVCache(1000, CPU)
+        target.forward(pack([chain_segment(text[:100], 0, slots[:100])], CPU), cache, torch.tensor([99]))
+        logits_NV = target.forward(pack([chain_segment(text[100:], 100, slots)], CPU), cache, torch.arange(30))
+        found.append([logits_NV, *cache.gather(1, torch.tensor([[*slots]]))])
+    for others in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], others, strict=True))
+
+
 @pytest.mark.parametrize(
     ("size", "kept"), [(1e3, 1e3), (1e7, 65504.0), (-1e7, -65504.0), (math.inf, math.inf), (math.nan, math.nan)]
 )

@@ -1,5 +1,6 @@
 """Cached prefixes change no text, warm or cold, under preemption and eviction, for every kind of drafter; and they spare work."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -168,8 +169,10 @@ def fates_with_a_bad_first_block(target: CausalModel) -> list[list[int] | ErrorC
     engine.add(greedy("1", PREFIX))
     told = [token_id for event in engine.step().events for token_id in event.token_ids]
     (sequence,) = engine._scheduler._running
+    cache, slots_T = engine.target.cache, torch.tensor(sequence.slots[:16])
     with torch.inference_mode():
-        engine.target.cache._keys[2][sequence.slots[:16]] = float("nan")
+        keys_THK, values_THK = (read[0] for read in cache.gather(2, slots_T[None]))
+        cache.write(2, slots_T, torch.full_like(keys_THK, math.nan), values_THK)
     outcomes = [run(engine, []).outcomes["1"], *(run(engine, [greedy(name, PREFIX[:num_seen])]).outcomes[name] for name in "23")]
     outcomes[0].ids[:0] = told
     return [one.ids if one.finish is FinishReason.LENGTH else one.events[-1].error_code for one in outcomes]
