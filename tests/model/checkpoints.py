@@ -1,12 +1,14 @@
 """Tiny checkpoints of other projects with random weights, and their networks by the book: dense, one text, no cache.
 
-The functions here are checked against speculators' own logits (tests/model/draft/test_checkpoint_networks.py), and served drafters
-against these functions. Shape key: T tokens, D target width, W inner width, M drafter's vocabulary, V target's vocabulary, N block.
+The functions here are checked against speculators' own logits (tests/model/draft/test_checkpoint_networks.py), and served
+drafters against these functions.
+Shape key: T tokens, D target width, W inner width, M drafter's vocabulary, V target's vocabulary, N block.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from engine.core.config import SchedulerConfig
+from engine.core.policy import ExpansionPolicy
+from engine.draft.checkpoints.load import load_drafter
+from engine.draft.checkpoints.read import read_checkpoint
+from engine.engine import Engine
+from engine.testing import tiny_engine
+from engine.weights.facts import ModelFacts
+from tests.model.tiny import model, own_module
+
 WIDTH, VOCAB, INNER, HEADS, KV_HEADS, HEAD_SIZE = 32, 61, 40, 4, 2, 8
+FACTS = ModelFacts(vocab_size=VOCAB, width=WIDTH, num_layers=3, max_positions=512, eos_token_ids=(2,))  # of tiny targets
+Files = tuple[Mapping[str, Any], Mapping[str, Tensor]]  # a configuration and tensors
 KEPT = [token_id for token_id in range(VOCAB) if token_id % 7]  # the reduced vocabulary
 LLAMA = {
     "model_type": "llama",
@@ -50,7 +63,9 @@ def layer_shapes(num_layers: int = 1, first_input: int = 2, has_head_norms: bool
     for index in range(num_layers):
         read = WIDTH * first_input if index == 0 else WIDTH
         name = f"layers.{index}"
-        shapes |= {f"{name}.self_attn.{part}_proj.weight": (rows, read) for part, rows in (("q", queries), ("k", pairs), ("v", pairs))}
+        shapes |= {
+            f"{name}.self_attn.{part}_proj.weight": (rows, read) for part, rows in (("q", queries), ("k", pairs), ("v", pairs))
+        }
         shapes |= {f"{name}.self_attn.o_proj.weight": (WIDTH, queries)}
         shapes |= {f"{name}.mlp.{part}_proj.weight": (INNER, WIDTH) for part in ("gate", "up")}
         shapes |= {f"{name}.mlp.down_proj.weight": (WIDTH, INNER)}
@@ -148,7 +163,9 @@ def flat_dflash_files(**keys: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return {**flat, "dflash_config": own, **keys}, tensors
 
 
-def medusa_files(*, num_heads: int = 3, num_layers: int = 1, is_original: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def medusa_files(
+    *, num_heads: int = 3, num_layers: int = 1, is_original: bool = True
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return Medusa heads with the authors' names of tensors, or with vLLM's."""
     shapes: dict[str, tuple[int, ...]] = {}
     for head in range(num_heads):
@@ -161,7 +178,7 @@ def medusa_files(*, num_heads: int = 3, num_layers: int = 1, is_original: bool =
     return config, random_tensors(shapes, 0)
 
 
-def written(folder: Path, files: tuple[Mapping[str, Any], Mapping[str, Tensor]]) -> Path:
+def written(folder: Path, files: Files) -> Path:
     """Write a checkpoint's folder; return it."""
     config, tensors = files
     folder.mkdir(parents=True, exist_ok=True)
@@ -274,3 +291,121 @@ class Book:
             query = self.heads(x, index, "q", own)
             state = self.after(index, state, self.attended(query, key, value, torch.cat([seen, inside], 1)))
         return self.norm(state, "norm") @ output_MW.T
+
+
+@torch.no_grad()
+def states_of(module: Any, ids: Sequence[int], after: Sequence[int]) -> Tensor:
+    """Return the outputs of a transformers model's layers, [T, F, D]; the last one's before the final norm."""
+    found: dict[int, Tensor] = {}
+    hooks = [
+        layer.register_forward_hook(lambda _module, _args, output, index=index: found.__setitem__(index + 1, output[0]))
+        for index, layer in enumerate(module.model.layers)
+    ]
+    module(input_ids=torch.tensor([list(ids)]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([found[count].reshape(len(ids), -1) for count in after], dim=1)
+
+
+@torch.inference_mode()
+def expected_logits(files: Files, module: Any, history: Sequence[int], path: Sequence[int]) -> Tensor | None:
+    """Return the logits [V] of a checkpoint in speculators' form, or Medusa's, after committed and drafted tokens.
+
+    None: the drafter proposes nothing there.
+    """
+    config, tensors = files
+    vocab = module.get_input_embeddings().weight.shape[0]
+    if "medusa_num_heads" in config:
+        return _medusa_logits(config, tensors, module, history, len(path))
+    book = Book(*files)
+    embeddings_VW = tensors.get("embed_tokens.weight", module.get_input_embeddings().weight)
+    output_MW = tensors.get("lm_head.weight", module.get_output_embeddings().weight[book.ids_M])
+    if config["speculators_model_type"] == "dflash":
+        slot = len(path) + (0 if config["sample_from_anchor"] else 1)
+        if slot >= config["block_size"]:
+            return None
+        states = states_of(module, history, sorted(config["aux_hidden_state_layer_ids"]))
+        block = torch.tensor([history[-1], *[config["mask_token_id"]] * (config["block_size"] - 1)])
+        logits_M = book.dflash(book.fused(states)[:-1], embeddings_VW[block], output_MW)[slot]
+    else:
+        if len(history) < 2:
+            return None
+        states = states_of(module, history, sorted(config["eagle_aux_hidden_state_layer_ids"]))
+        read_TW, ids = book.fused(states)[:-1], list(history[1:])
+        whole = Book(config, {**tensors, "lm_head.weight": output_MW})
+        logits, own = whole.eagle3(read_TW, embeddings_VW[torch.tensor(ids)])
+        for token_id in path:
+            read_TW, ids = torch.cat([read_TW, own[-1:]]), [*ids, token_id]
+            logits, own = whole.eagle3(read_TW, embeddings_VW[torch.tensor(ids)])
+        logits_M = logits[-1]
+    return torch.full((vocab,), float("-inf")).index_copy_(0, book.ids_M, logits_M)
+
+
+def _medusa_logits(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], module: Any, history: Sequence[int], depth: int
+) -> Tensor | None:
+    if len(history) < 2 or depth >= config["medusa_num_heads"]:
+        return None
+    out = module(input_ids=torch.tensor([list(history)]), output_hidden_states=True, use_cache=False)
+    return _medusa_head(tensors, out.hidden_states[-1][0, -2], depth, config["medusa_num_layers"])
+
+
+def _medusa_head(tensors: Mapping[str, Tensor], state: Tensor, depth: int, num_layers: int) -> Tensor:
+    for layer in range(num_layers):
+        name = f"{depth}.{layer}.linear"
+        state = state + functional.silu(functional.linear(state, tensors[f"{name}.weight"], tensors[f"{name}.bias"]))
+    return functional.linear(state, tensors[f"{depth}.{num_layers}.weight"])
+
+
+@cache
+def learnt(kind: str, family: str = "llama") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a checkpoint that has seen some texts of the target's own: often right, often wrong."""
+    module = own_module(family)
+    prompts_BT = torch.randint(3, VOCAB, (64, 4), generator=torch.Generator().manual_seed(0))
+    prompts_BT[::2] = torch.tensor([5, 9, 33, 4])  # of the tests of distributions
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        sampled = {"do_sample": True, "top_k": 3, "temperature": 1.5, "eos_token_id": None, "pad_token_id": 0}
+        texts = module.generate(prompts_BT, attention_mask=torch.ones_like(prompts_BT), max_new_tokens=12, **sampled)
+    files = {"eagle3": eagle3_files, "dflash": partial(dflash_files, num_layers=1), "medusa": medusa_files}[kind]()
+    states = [states_of(module, text.tolist(), (1, 2, 3)) for text in texts]
+    with torch.no_grad():
+        probs = module(input_ids=texts, use_cache=False).logits.softmax(-1)
+    tensors = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in files[1].items()}
+    optimizer = torch.optim.Adam([tensor for tensor in tensors.values() if tensor.requires_grad], lr=1e-2)
+    for step in range(60):
+        chosen = torch.randint(len(texts), (6,), generator=torch.Generator().manual_seed(step)).tolist()
+        loss = sum(_loss(kind, (files[0], tensors), module, texts[i], states[i], probs[i]) for i in chosen)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return files[0], {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def learnt_engine(folder: Path, kind: str, policy: ExpansionPolicy, config: SchedulerConfig) -> Engine:
+    """Return an engine with a checkpoint that has learnt some of the target."""
+    checkpoint, target = read_checkpoint(written(folder / kind, learnt(kind)), FACTS), model("llama")
+    drafter = load_drafter(checkpoint, target, config.num_slots, "plain", "float32")
+    engine = tiny_engine(target, drafter, policy, config=config)
+    engine.target.report_to(drafter)
+    return engine
+
+
+def _loss(kind: str, files: Files, module: Any, ids: Tensor, states_TFD: Tensor, probs_TV: Tensor) -> Tensor:
+    """Return the cross-entropy of a text, against the target's distributions."""
+    config, tensors = files
+    rows_VW, embeddings_VW = (part.weight.detach() for part in (module.get_output_embeddings(), module.get_input_embeddings()))
+    if kind == "medusa":
+        normed = module.model.norm(states_TFD[:, -1])
+        parts = [(_medusa_head(tensors, normed[: -1 - depth], depth, 1), probs_TV[1 + depth :]) for depth in range(3)]
+    elif kind == "dflash":
+        book, size = Book(*files), config["block_size"]
+        fused, parts = book.fused(states_TFD), []
+        for anchor in (4, 6):
+            block = embeddings_VW[torch.tensor([int(ids[anchor]), *[config["mask_token_id"]] * (size - 1)])]
+            parts.append((book.dflash(fused[:anchor], block, rows_VW)[1:], probs_TV[anchor : anchor + size - 1]))
+    else:
+        book = Book(*files)
+        logits, _ = book.eagle3(book.fused(states_TFD)[:-1], tensors["embed_tokens.weight"][ids[1:]])
+        parts = [(logits, probs_TV[1:][:, book.ids_M])]
+    return sum((-(probs * logits.log_softmax(-1)).sum(-1).mean() for logits, probs in parts), torch.zeros(()))
