@@ -36,11 +36,7 @@ class StateTap:
         if model.native is not None:
             ends = {count: place_after(count, depth, is_last_normed) for count in layers}
             self._end_watch = model.native.watch(ends.values(), lambda pass_: self._take(pass_, ends))
-        inner = model.module.model if hasattr(model, "module") else None  # None: a stored model
-        modules = {
-            count: inner.norm if count == depth and is_last_normed else inner.layers[count - 1]
-            for count in (() if inner is None else layers)
-        }
+        modules = _modules_after(model, layers, is_last_normed) if hasattr(model, "module") else {}  # a stored model has none
         self._hooks = [module.register_forward_hook(self._reader(count)) for count, module in modules.items()]
 
     def latest(self) -> Float[Tensor, "T F D"]:
@@ -66,3 +62,10 @@ class StateTap:
             self._states[count] = (output if isinstance(output, Tensor) else output[0]).flatten(0, 1)
 
         return read
+
+
+def _modules_after(model: CausalModel, layers: Sequence[int], is_last_normed: bool) -> dict[int, Any]:
+    """Return the module whose output is the state after each number of layers."""
+    inner = model.module.model
+    is_normed = {count: count == model.depth and is_last_normed for count in layers}
+    return {count: inner.norm if is_normed[count] else inner.layers[count - 1] for count in layers}

@@ -6,7 +6,7 @@ Shape key: T tokens, D target width, W inner width, M drafter's vocabulary, V ta
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -155,12 +155,12 @@ def dflash_files(
     return config, tensors
 
 
-def flat_dflash_files(**keys: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a DFlash drafter as its authors write it."""
+def flat_dflash_files(**own_keys: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a DFlash drafter as its authors write it. `own_keys` are of its `dflash_config`."""
     config, tensors = dflash_files()
-    own = {"mask_token_id": 60, "target_layer_ids": [0, 1, 2]}
+    own = {"mask_token_id": 60, "target_layer_ids": [0, 1, 2], **own_keys}
     flat = {**config["transformer_layer_config"], "architectures": ["DFlashDraftModel"], "block_size": 5, "num_target_layers": 3}
-    return {**flat, "dflash_config": own, **keys}, tensors
+    return {**flat, "dflash_config": own}, tensors
 
 
 def medusa_files(
@@ -212,7 +212,7 @@ class Book:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         x = x.float()
-        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.sizes["rms_norm_eps"])
+        scaled: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.sizes["rms_norm_eps"])
         return scaled * self.tensors[f"{name}.weight"]
 
     def linear(self, x: Tensor, name: str) -> Tensor:
@@ -221,7 +221,7 @@ class Book:
     def heads(self, x: Tensor, index: int, part: str, positions_T: Tensor | None) -> Tensor:
         """Return the rotated heads of a projection, [H, T, K]."""
         size = self.sizes["head_dim"]
-        heads = self.linear(x, f"layers.{index}.self_attn.{part}_proj").unflatten(-1, (-1, size))
+        heads: Tensor = self.linear(x, f"layers.{index}.self_attn.{part}_proj").unflatten(-1, (-1, size))
         if f"layers.{index}.self_attn.{part}_norm.weight" in self.tensors:
             heads = self.norm(heads, f"layers.{index}.self_attn.{part}_norm")
         if positions_T is not None:
@@ -234,7 +234,7 @@ class Book:
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         key, value = (x.repeat_interleave(len(query) // len(key), 0) for x in (key, value))
-        scores = (query @ key.transpose(1, 2)) * self.sizes["head_dim"] ** -0.5
+        scores: Tensor = (query @ key.transpose(1, 2)) * self.sizes["head_dim"] ** -0.5
         return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ value).transpose(0, 1).flatten(1)
 
     def after(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:
@@ -367,7 +367,12 @@ def learnt(kind: str, family: str = "llama") -> tuple[dict[str, Any], dict[str, 
         torch.manual_seed(0)
         sampled = {"do_sample": True, "top_k": 3, "temperature": 1.5, "eos_token_id": None, "pad_token_id": 0}
         texts = module.generate(prompts_BT, attention_mask=torch.ones_like(prompts_BT), max_new_tokens=12, **sampled)
-    files = {"eagle3": eagle3_files, "dflash": partial(dflash_files, num_layers=1), "medusa": medusa_files}[kind]()
+    made: Mapping[str, Callable[[], tuple[dict[str, Any], dict[str, Tensor]]]] = {
+        "eagle3": eagle3_files,
+        "dflash": partial(dflash_files, num_layers=1),
+        "medusa": medusa_files,
+    }
+    files = made[kind]()
     states = [states_of(module, text.tolist(), (1, 2, 3)) for text in texts]
     with torch.no_grad():
         probs = module(input_ids=texts, use_cache=False).logits.softmax(-1)
@@ -375,7 +380,7 @@ def learnt(kind: str, family: str = "llama") -> tuple[dict[str, Any], dict[str, 
     optimizer = torch.optim.Adam([tensor for tensor in tensors.values() if tensor.requires_grad], lr=1e-2)
     for step in range(60):
         chosen = torch.randint(len(texts), (6,), generator=torch.Generator().manual_seed(step)).tolist()
-        loss = sum(_loss(kind, (files[0], tensors), module, texts[i], states[i], probs[i]) for i in chosen)
+        loss = torch.stack([_loss(kind, (files[0], tensors), module, texts[i], states[i], probs[i]) for i in chosen]).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -39,15 +39,16 @@ class Eagle3Drafter(FeatureDrafter):
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed committed tokens with the target's features; propose at the roots. A root without a token before it has none."""
-        segments, previous, end_of, num_fed = [], [], {}, 0
+        segments: list[Segment] = []
+        previous: list[int] = []
+        end_of: dict[str, int] = {}
         for row in rows:
             skipped = 0 if row.draft_len else 1
             first, ids = row.draft_len + skipped, row.draft_ids[skipped:]
             if ids:
                 segments.append(chain_segment(ids, first - 1, row.slots[1:]))
                 previous.extend(row.slots[first - 1 : first - 1 + len(ids)])
-                num_fed += len(ids)
-            end_of[row.request_id] = num_fed
+            end_of[row.request_id] = len(previous)
         indices = [index for index, root in enumerate(roots) if root.position]
         proposing = [roots[index] for index in indices]
         queried = [chain_segment(one.tree.token_ids[:1], one.position - 1, one.tree.row.slots[1:]) for one in proposing]

@@ -91,7 +91,8 @@ class CheckpointLayer(nn.Module):
     def queries(self, x: Float[Tensor, "P X"], rotation_PR: Float[Tensor, "P R"]) -> Float[Tensor, "P H G K"]:
         """Return rotated queries."""
         query = _headed(self.query(x), self.query_norm, self.shape.head_size)
-        return _rotated(query, rotation_PR).to(self.attention_dtype).unflatten(1, (self.shape.num_kv_heads, -1))
+        rotated = _rotated(query, rotation_PR).to(self.attention_dtype)
+        return torch.unflatten(rotated, 1, (self.shape.num_kv_heads, -1))
 
     def pairs(
         self, x: Float[Tensor, "T X"], rotation_TR: Float[Tensor, "T R"]
@@ -109,7 +110,7 @@ class CheckpointLayer(nn.Module):
 
 
 def _headed(x: Float[Tensor, "T X"], norm: nn.Module | None, size: int) -> Float[Tensor, "T N K"]:
-    heads = x.unflatten(-1, (-1, size))
+    heads = torch.unflatten(x, -1, (-1, size))
     return heads if norm is None else norm(heads)
 
 

@@ -196,7 +196,8 @@ def _read_medusa(files: CheckpointFiles, target: ModelFacts) -> tuple[MedusaShap
         has_one_output=has_one_output,
         is_original=is_original,
     )
-    tensors = {f"{name}.weight": (target.width, target.width) for names in shape.residuals for name in names}
+    tensors: dict[str, tuple[int, ...]] = {}
+    tensors |= {f"{name}.weight": (target.width, target.width) for names in shape.residuals for name in names}
     tensors |= {f"{name}.bias": (target.width,) for names in shape.residuals for name in names if shape.has_biases}
     outputs = {f"{name}.weight": (target.vocab_size, target.width) for name in shape.outputs}
     if not has_one_output or any(name in files.shapes for name in outputs):
@@ -272,7 +273,7 @@ def _feeds_normed(config: Keys) -> bool:
             "norm_output is true: SpecForge 0.2.0 means a plain head (then delete the key), vLLM and SGLang mean that the next "
             'round reads the normed state (then write "speculators_norm_output": true in its place)'
         )
-    return given or config.get("speculators_norm_output", bool, False)
+    return bool(given or config.get("speculators_norm_output", bool, False))
 
 
 def _one_of(key: str, kind: type, *objects: Keys) -> Any:

@@ -72,7 +72,9 @@ def outputs_of(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def eagle3(name: str, kind: type, *, num_layers: int = 1, window: int | None = None, is_reduced: bool = True, **keys: bool) -> None:
+def eagle3(
+    name: str, kind: type, *, num_layers: int = 1, window: int | None = None, is_reduced: bool = True, **keys: bool
+) -> None:
     """Rounds beyond the first feed the true next tokens and the head's own states."""
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer_config(kind, num_layers, window),
