@@ -22,6 +22,8 @@ from engine.core.refusal import Refusal
 from engine.core.step_plan import Feeding
 from engine.core.types import ModelInfo, Request, RequestDefaults, SamplingParams
 from engine.core.verifier_table import require_exact
+from engine.draft.checkpoints.load import CheckpointDrafter, load_drafter
+from engine.draft.checkpoints.read import read_checkpoint
 from engine.draft.drafter import Drafter
 from engine.draft.models.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.models.draft_model import ModelDrafter
@@ -50,6 +52,8 @@ from engine.structured_output.grammars import CompiledGrammars, vocabulary_loade
 from engine.trace.file import TraceFile
 from engine.trace.tracer import FileTracer, header_of
 from engine.weights import UnsupportedModel, resolve
+from engine.weights.facts import read_facts
+from engine.weights.fingerprint import weights_digest
 from engine.weights.request_defaults import read_request_defaults
 
 _logger = logging.getLogger(__name__)
@@ -257,7 +261,7 @@ def _with_stand_in(config: EngineConfig, error: BadConfiguration) -> EngineConfi
     if config.stand_in is None:
         raise error
     _logger.warning("%s; %s drafts instead", error, config.stand_in)
-    bare = replace(config, draft_model=None, lens=None, head=None, cached_text=False, selector=None)
+    bare = replace(config, draft_model=None, lens=None, head=None, checkpoint=None, cached_text=False, selector=None)
     return replace(bare, drafter=config.stand_in, stand_in=None)
 
 
@@ -275,6 +279,8 @@ def _drafter_weights(config: EngineConfig, models: Models) -> str:
     if config.draft_model is not None:
         drafts = {dtype: model for (reference, dtype), model in models.items() if reference == config.draft_model}
         return " ".join(f"{dtype} {model.description}" for dtype, model in drafts.items())
+    if config.checkpoint is not None:
+        return f"{config.draft_dtype or 'auto'} {weights_digest(Path(config.checkpoint))}"
     digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (config.lens, config.head) if file is not None]
     return " ".join([config.draft_dtype or "auto", *digests])
 
@@ -290,7 +296,9 @@ def _drafter(config: EngineConfig, target: Target, models: "_Models") -> Drafter
         return _head_drafter(Path(_required(config.head, "head")), target, draft_dtype(config, target.model.device))
     if config.drafter == "model":
         return _model_drafter(_required(config.draft_model, "draft_model"), config, target, models)
-    raise BadConfiguration(f"unknown drafter {config.drafter!r}; known: none, ngram, early-exit, head, model")
+    if config.drafter == "checkpoint":
+        return _checkpoint_drafter(Path(_required(config.checkpoint, "checkpoint")), config, target)
+    raise BadConfiguration(f"unknown drafter {config.drafter!r}; known: none, ngram, early-exit, head, model, checkpoint")
 
 
 def _with_texts(drafter: Drafter | None, config: EngineConfig, model: CausalModel) -> Drafter | None:
@@ -337,6 +345,18 @@ def _head_drafter(path: Path, target: Target, dtype: str) -> HeadDrafter:
         raise BadConfiguration(f"the draft head {path} cannot be read: {error}") from error
     except ValueError as error:
         raise BadConfiguration(f"the draft head {path.name} cannot be used: {error}") from error
+    target.report_to(drafter)
+    return drafter
+
+
+def _checkpoint_drafter(folder: Path, config: EngineConfig, target: Target) -> CheckpointDrafter:
+    model, cache = target.model, target.cache
+    try:
+        checkpoint = read_checkpoint(folder, read_facts(resolve(config.model).folder))
+        linears, precision = fastest_linears(model.device), draft_dtype(config, model.device)
+        drafter = load_drafter(checkpoint, model, cache.num_slots, linears, precision, cache.canary)
+    except ValueError as error:
+        raise BadConfiguration(f"the drafter in {folder} cannot be used: {error}") from error
     target.report_to(drafter)
     return drafter
 

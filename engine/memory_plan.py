@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError
 
 from engine.core.config import EngineConfig
+from engine.draft.checkpoints.files import CheckpointFiles, UnusableCheckpoint
+from engine.draft.checkpoints.read import read_checkpoint
 from engine.draft.models.head import head_shape
 from engine.graph_setup import table_capacity, why_not_replayed
 from engine.model.causal_lm import loaded_dtype, weights_dtype
@@ -20,6 +22,7 @@ from engine.model.linear_backends import NATIVE, fastest_linears
 from engine.native.decoder_pass import cache_dtype
 from engine.native.linear import weight_bytes
 from engine.weights import resolve
+from engine.weights.facts import read_facts
 from engine.weights.stored_config import Configuration, read_config
 from engine.weights.weight_headers import num_parameters, parameters_in
 
@@ -107,6 +110,9 @@ def _draft_bytes(config: EngineConfig, precision: str, is_native: bool) -> int:
     for file in filter(None, (config.head, config.lens)):
         with suppress(OSError, SafetensorError):
             size += parameters_in(Path(file)) * weights_dtype(precision).itemsize
+    if config.checkpoint is not None:
+        with suppress(UnusableCheckpoint):
+            size += CheckpointFiles.open(Path(config.checkpoint)).num_parameters * weights_dtype(precision).itemsize
     return size
 
 
@@ -127,6 +133,10 @@ def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype, native: tor
                 return keys * torch.float32.itemsize + shape.width * dtype.itemsize
             kept = len(shape.feature_layers) * shape.target_width * torch.float16.itemsize
             return keys * native.itemsize + shape.width * torch.float32.itemsize + kept
+    if config.checkpoint is not None:
+        with suppress(UnusableCheckpoint):
+            num_pairs, width = read_checkpoint(Path(config.checkpoint), read_facts(resolve(config.model).folder)).num_kept
+            return num_pairs * torch.float32.itemsize + width * dtype.itemsize
     return 0
 
 

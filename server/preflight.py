@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 from engine.core.refusal import Refusal
-from server.settings import Settings, or_shipped
+from server.settings import DRAFTERS, Settings, or_shipped
 
 
 def require_startable(settings: Settings) -> None:
@@ -15,6 +15,8 @@ def require_startable(settings: Settings) -> None:
     for name, file in (("head", settings.head), ("lens", settings.lens), ("selector", selector)):
         if file is not None and not or_shipped(Path(file)).is_file():
             raise Refusal(f"{name}: there is no file {file}")
+    if settings.drafter not in DRAFTERS and not Path(settings.drafter).expanduser().is_dir():
+        raise Refusal(f"drafter: {settings.drafter} is no folder with config.json and .safetensors files")
     folder = None if settings.trace_file is None else Path(settings.trace_file).absolute().parent
     if folder is not None and not os.access(folder, os.W_OK):
         raise Refusal(f"trace_file: {folder} is no folder that can be written to")

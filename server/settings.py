@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from engine.core.config import BLOCK_TOKENS, EngineConfig, SchedulerConfig
@@ -34,6 +34,7 @@ ENV_PREFIX = "LATEBRANCH_"
 OTHER_VARIABLES = frozenset({"LATEBRANCH_CACHE"})  # the weights cache; engine.weights reads it
 # configs/ is stored beside the packages, in a checkout and where a wheel is installed.
 SHIPPED = Path(__file__).parent.parent / "configs"
+DRAFTERS = ("auto", "none", "ngram", "early-exit", "head", "model")
 SHIPPED_DRAFTERS, SHIPPED_SELECTORS = SHIPPED / "drafters", SHIPPED / "selectors"
 
 
@@ -92,6 +93,13 @@ def _is_true(value: Any) -> bool:
         return TypeAdapter(bool).validate_python(value)
     except ValidationError:
         return False
+
+
+def _checked_drafter(value: str) -> str:
+    """Return a drafter's name or a folder; raise ValueError for a word that is neither."""
+    if value in DRAFTERS or "/" in value or Path(value).exists():
+        return value
+    raise ValueError(f"{value!r} is none of {', '.join(DRAFTERS)}, and no folder of a checkpoint{did_you_mean(value, DRAFTERS)}")
 
 
 def _checked_expansion(value: Any) -> Any:
@@ -264,9 +272,11 @@ class Settings(BaseSettings):
         description="How the model writes its reasoning; think: between <think> and </think>; auto: as its chat template or its "
         "tokens show; none: reasoning is not split off.",
     )
-    drafter: Literal["auto", "none", "ngram", "early-exit", "head", "model"] = Field(
+    drafter: Annotated[str, AfterValidator(_checked_drafter)] = Field(
         default="auto",
-        description="Source of drafted tokens; auto: the shipped head with cached text; without one or with policy plain, ngram.",
+        description="Source of drafted tokens: auto, none, ngram, early-exit, head, model, or the folder of an EAGLE-3, DFlash "
+        "or Medusa checkpoint (docs/drafters.md); auto: the shipped head with cached text; without one or with policy plain, "
+        "ngram.",
     )
     draft_model: str | None = Field(default=None, description="Draft model, as in model; for drafter model.")
     lens: str | None = Field(default=None, description="Trained exit lens for drafter early-exit: a file; unset: none.")
@@ -514,11 +524,13 @@ class Settings(BaseSettings):
             has_cached_text = self.policy != "plain" and "/" not in self.model and shipped.is_file()
             drafter, head = ("head", str(shipped)) if has_cached_text else ("ngram", None)
         selector = self._selector(drafter)
+        checkpoint = None if drafter in DRAFTERS else str(Path(drafter).expanduser())
         return EngineConfig(
             model=self.model,
             model_name=self.served_name,
             generation_config=self.generation_config,
-            drafter=drafter,
+            drafter=drafter if checkpoint is None else "checkpoint",
+            checkpoint=checkpoint,
             draft_model=self.draft_model,
             lens=_named(self.lens),
             head=head,

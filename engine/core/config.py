@@ -35,11 +35,11 @@ class EngineConfig:
     """Everything the worker needs to load models and run.
 
     `model` and `draft_model` are references that engine.weights resolves. With `generation_config` auto the model's
-    generation_config.json sets defaults of requests. `drafter` is `none`, `ngram`, `early-exit`, `head` or `model`; `lens` and
-    `head` are the files of two of them. A drafter that does not fit the target is replaced by `stand_in` with a warning, or
-    refused if there is none. With `cached_text`, cached text is used for drafting beside a model. A match has at least
-    `ngram_min_tokens` tokens. The last `recent_tokens` output tokens of each tenant are kept, and `total_recent_tokens` of all
-    tenants together.
+    generation_config.json sets defaults of requests. `drafter` is `none`, `ngram`, `early-exit`, `head`, `model` or `checkpoint`;
+    `lens` and `head` are the files of two of them, `checkpoint` is the folder of the last. A drafter that does not fit the target
+    is replaced by `stand_in` with a warning, or refused if there is none. With `cached_text`, cached text is used for drafting
+    beside a model. A match has at least `ngram_min_tokens` tokens. The last `recent_tokens` output tokens of each tenant are
+    kept, and `total_recent_tokens` of all tenants together.
 
     `policy` is `plain`, `fixed` or `adaptive`; the caller of `build_engine` provides the last. It chooses among trees of the
     family of `expansion` up to `largest_expansion`, with the network in the file `selector`. With None it counts acceptance
@@ -57,6 +57,7 @@ class EngineConfig:
     draft_model: str | None = None
     lens: str | None = None
     head: str | None = None
+    checkpoint: str | None = None
     stand_in: str | None = None
     cached_text: bool = False
     ngram_min_tokens: int = 2

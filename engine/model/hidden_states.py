@@ -23,12 +23,11 @@ class StateTap:
     """Keeps the states of a model's latest pass after some numbers of layers.
 
     For the full number of layers it reads the last norm's output, or its input if `is_last_normed` is False. It also reads
-    passes of the model's own module, which comparisons and offline generation run in place of the library.
+    passes of the model's own module, if there is one, which comparisons and offline generation run in place of the library.
     """
 
     def __init__(self, model: CausalModel, layers: Sequence[int], is_last_normed: bool = True) -> None:
-        inner = model.module.model
-        depth = len(inner.layers)
+        depth = model.depth
         if not layers or not all(0 < count <= depth for count in layers):
             raise ValueError(f"cannot read the state after {list(layers)} of {depth} layers")
         self._states: dict[int, Tensor] = {}
@@ -37,7 +36,7 @@ class StateTap:
         if model.native is not None:
             ends = {count: place_after(count, depth, is_last_normed) for count in layers}
             self._end_watch = model.native.watch(ends.values(), lambda pass_: self._take(pass_, ends))
-        modules = {count: inner.norm if count == depth and is_last_normed else inner.layers[count - 1] for count in layers}
+        modules = _modules_after(model, layers, is_last_normed) if hasattr(model, "module") else {}  # a stored model has none
         self._hooks = [module.register_forward_hook(self._reader(count)) for count, module in modules.items()]
 
     def latest(self) -> Float[Tensor, "T F D"]:
@@ -63,3 +62,10 @@ class StateTap:
             self._states[count] = (output if isinstance(output, Tensor) else output[0]).flatten(0, 1)
 
         return read
+
+
+def _modules_after(model: CausalModel, layers: Sequence[int], is_last_normed: bool) -> dict[int, Any]:
+    """Return the module whose output is the state after each number of layers."""
+    inner = model.module.model
+    is_normed = {count: count == model.depth and is_last_normed for count in layers}
+    return {count: inner.norm if is_normed[count] else inner.layers[count - 1] for count in layers}

@@ -1,4 +1,4 @@
-"""`latebranch drafter check`: checks whether a draft model, a lens or a head fits a target, and reports the differences."""
+"""`latebranch drafter check`: checks whether a drafter fits a target, and reports the differences."""
 
 import argparse
 import sys
@@ -16,6 +16,7 @@ def add_check_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     drafter.add_argument("--draft-model", help="reference of a draft model's weights")
     drafter.add_argument("--lens", type=Path, metavar="FILE", help="lens of an early-exit drafter")
     drafter.add_argument("--head", type=Path, metavar="FILE", help="distilled head")
+    drafter.add_argument("--drafter", type=Path, metavar="FOLDER", help="EAGLE-3, DFlash or Medusa checkpoint")
     check.add_argument("--max-model-len", type=positive_int, default=8192, help="longest text that is to be served, in tokens")
     check.set_defaults(handler=_check)
 
@@ -24,6 +25,7 @@ def _check(parsed: argparse.Namespace) -> int:
     """Print the comparison; return 0 if the drafter fits, 1 if not or if a file cannot be read."""
     from engine.draft.models.compatibility import (  # here, because they bring torch
         UnreadableDrafter,
+        compare_checkpoint,
         compare_fingerprint,
         compare_models,
     )
@@ -32,6 +34,8 @@ def _check(parsed: argparse.Namespace) -> int:
         target = resolve(parsed.model).folder
         if parsed.draft_model is not None:
             found = compare_models(target, resolve(parsed.draft_model).folder, parsed.max_model_len)
+        elif parsed.drafter is not None:
+            found = compare_checkpoint(target, parsed.drafter)
         else:
             found = compare_fingerprint(target, parsed.lens or parsed.head)
     except (WeightsError, UnreadableDrafter) as error:

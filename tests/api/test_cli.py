@@ -192,6 +192,7 @@ def test_a_host_of_another_machine_is_refused(capsys: pytest.CaptureFixture[str]
     ("arguments", "words"),
     [
         (["--drafter", "head", "--head", "/no/head"], "head: there is no file /no/head"),
+        (["--drafter", "/no/drafter"], "drafter: /no/drafter is no folder with config.json"),
         (["--drafter", "early-exit", "--lens", "/no/lens"], "lens: there is no file /no/lens"),
         (["--selector", "/no/net"], "selector: there is no file /no/net"),
         (["--trace-file", "/no/folder/trace"], "trace_file: /no/folder is no folder"),

@@ -14,6 +14,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from engine.core.config import EngineConfig
+from engine.draft.checkpoints.files import UnusableCheckpoint
+from engine.draft.checkpoints.read import read_checkpoint
 from engine.weights import resolve
 from engine.weights.facts import ModelFacts, read_facts
 from engine.weights.fingerprint import RECIPE_KEY, Fingerprint, fingerprint
@@ -39,14 +41,27 @@ class Compatibility:
 
 
 def check_drafter(config: EngineConfig) -> Compatibility:
-    """Compare a configuration's draft model, lens and head with its target. Raises UnreadableDrafter, WeightsError."""
+    """Compare a configuration's drafter with its target. Raises UnreadableDrafter, WeightsError."""
     target = resolve(config.model).folder
     found = Compatibility(())
     if config.draft_model is not None:
         found += compare_models(target, resolve(config.draft_model).folder, config.scheduler.max_model_len)
     for file in filter(None, [config.lens, config.head]):
         found += compare_fingerprint(target, Path(file))
+    if config.checkpoint is not None:
+        found += compare_checkpoint(target, Path(config.checkpoint))
     return found
+
+
+def compare_checkpoint(target: Path, folder: Path) -> Compatibility:
+    """Compare a checkpoint of another project with the target. Raises WeightsError."""
+    facts = read_facts(target)
+    about = f"target: {facts.num_layers} layers of width {facts.width}, {facts.vocab_size} output rows"
+    try:
+        checkpoint = read_checkpoint(folder, facts)
+    except UnusableCheckpoint as error:
+        return Compatibility((about,), refusals=(str(error),))
+    return Compatibility((about, f"drafter: {checkpoint.description}"), warnings=checkpoint.warnings)
 
 
 def compare_models(target: Path, draft: Path, max_model_len: int) -> Compatibility:

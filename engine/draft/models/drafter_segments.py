@@ -3,13 +3,13 @@
 A node has the same slot in the target's and the drafter's cache, so that one permutation keeps an accepted path in both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 
 from engine.attention.packing import Segment
 from engine.attention.segments import chain_segment, level_segment
 from engine.core.step_plan import Row
-from engine.draft.drafter import FrontierNode
+from engine.draft.drafter import FrontierNode, GrowingTree
 
 
 def fed_segments(rows: Sequence[Row]) -> list[Segment]:
@@ -26,9 +26,11 @@ def places_of_roots(rows: Sequence[Row], request_ids: Sequence[str]) -> list[int
 
 def level_segments(frontier: Sequence[FrontierNode]) -> list[Segment]:
     """Return a segment for each tree of the frontier, in order; a tree's nodes must be adjacent."""
-    levels = [list(level) for _, level in groupby(frontier, key=lambda node: id(node.tree))]
-    trees = [level[0].tree for level in levels]
-    return [
-        level_segment([one.node for one in level], tree, tree.row.root_position, tree.row.slots)
-        for level, tree in zip(levels, trees, strict=True)
-    ]
+    return [level_segment(nodes, tree, tree.row.root_position, tree.row.slots) for tree, nodes in trees_of_level(frontier)]
+
+
+def trees_of_level(frontier: Sequence[FrontierNode]) -> Iterator[tuple[GrowingTree, list[int]]]:
+    """Yield each tree of the frontier with its nodes, in order; a tree's nodes must be adjacent."""
+    for _, level in groupby(frontier, key=lambda node: id(node.tree)):
+        nodes = [*level]
+        yield nodes[0].tree, [one.node for one in nodes]

@@ -20,6 +20,7 @@ from engine.testing import tiny_engine
 from engine.verify import two_phase
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
+from tests.model.checkpoints import learnt_engine
 from tests.model.distributions import probs_of
 from tests.model.driving import run
 from tests.model.heads import head_engine, learnt_head
@@ -106,6 +107,20 @@ def test_a_draft_head_keeps_the_targets_distribution(verifier, expansion):
     assert z_of_counts(triples(verifier, expansion, engine), target_distribution()) < PASSES_BELOW
 
 
+CHECKPOINTS = [
+    *(("eagle3", *pair) for pair in (("traversal", DELAYED), ("rrsw", DISTINCT[4]), ("hu", SET_TREE), ("coupled", NOISE_AWARE))),
+    *(("dflash", *pair) for pair in (("traversal", BUSHY), ("specinfer", DELAYED), ("nss", BEAM), ("coupled", DISTINCT[1]))),
+    *(("medusa", *pair) for pair in (("traversal", DELAYED), ("univer", DISTINCT[3]))),
+]
+
+
+@pytest.mark.parametrize(("kind", "verifier", "expansion"), CHECKPOINTS)
+def test_checkpoints_keep_the_targets_distribution(kind, verifier, expansion, tmp_path):
+    """A reduced vocabulary is that of the target's ids, and the levels of one pass are marginals."""
+    engine = learnt_engine(tmp_path, kind, FixedExpansion(expansion), WIDE)
+    assert z_of_counts(triples(verifier, expansion, engine), target_distribution()) < PASSES_BELOW
+
+
 def at_random() -> Engine:
     """Return an engine whose policy wishes any tree for anybody at any step."""
     return tiny_engine(*pair("llama", noise=0.1), RandomExpansion(3), config=WIDE)
@@ -175,6 +190,21 @@ def misreport_draft_probs(monkeypatch):
 def test_the_distribution_kills_a_draft_distribution_that_was_not_drawn(monkeypatch):
     misreport_draft_probs(monkeypatch)
     assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
+def test_the_distribution_kills_probabilities_of_another_node(kind, tmp_path, monkeypatch):
+    """Children are drawn from their node's distribution, and the next node's is recorded."""
+    drawn_iid = children._sample_iid
+
+    def misreported(asked, logits_PM, probs, vocab):
+        drawn = drawn_iid(asked, logits_PM, probs, vocab)
+        probs[-1] = probs[-1].roll(1, 0)
+        return drawn
+
+    monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.IID, misreported)
+    engine = learnt_engine(tmp_path, kind, FixedExpansion(BUSHY), WIDE)
+    assert z_of_counts(triples("block", BUSHY, engine), target_distribution()) > FAILS_ABOVE
 
 
 def best_first(offers):

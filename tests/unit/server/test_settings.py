@@ -74,6 +74,19 @@ def test_lists_are_split_at_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "key-1" not in repr(settings)
 
 
+def test_a_drafter_may_be_a_folder(tmp_path: Path):
+    """A word that is neither a drafter nor a folder is refused, with the most similar name."""
+    for folder in (str(tmp_path), "./head", "~/drafter/"):
+        config = load_settings(None, {"drafter": folder}).to_engine_config()
+        assert (config.drafter, config.checkpoint) == ("checkpoint", str(Path(folder).expanduser()))
+        assert (config.stand_in, config.head, config.cached_text) == (None, None, False)
+    assert load_settings(None, {"drafter": str(tmp_path), "cached_text": True}).to_engine_config().cached_text
+    with pytest.raises(SettingsError, match=r"'heads' is none of auto, .*, and no folder of a checkpoint; did you mean head\?"):
+        load_settings(None, {"drafter": "heads"})
+    with pytest.raises(SettingsError, match="head is given only with drafter head"):
+        load_settings(None, {"drafter": str(tmp_path), "head": "x"})
+
+
 CONTRADICTIONS: list[dict[str, object]] = [
     {"drafter": "model"},
     {"drafter": "none", "draft_model": "x"},
@@ -108,6 +121,7 @@ def test_every_field_of_the_engines_configuration_can_be_set():
     fields = {*EngineConfig.__dataclass_fields__, *SchedulerConfig.__dataclass_fields__} - {
         "scheduler",
         "stand_in",
+        "checkpoint",  # by drafter
         "is_selector_optional",
         "is_restart",
         "prefix_block_tokens",  # prefix_cache

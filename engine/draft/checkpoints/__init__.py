@@ -1,0 +1,1 @@
+"""Drafters that a user has: EAGLE-3, DFlash and Medusa checkpoints of other projects."""
