@@ -18,9 +18,9 @@ from engine.core.step_plan import Row
 from engine.draft.checkpoints.eagle3 import Eagle3Network
 from engine.draft.checkpoints.target_features import FeatureDrafter
 from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
-from engine.draft.models.segments import trees_of_level
+from engine.draft.models.drafter_segments import trees_of_level
 from engine.kv_cache.canary import Canary
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.utils.host_transfer import integers
 

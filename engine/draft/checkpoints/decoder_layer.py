@@ -12,7 +12,7 @@ from torch.nn import functional
 from engine.draft.checkpoints.files import CheckpointFiles
 from engine.draft.checkpoints.shapes import LayersShape, Vocabulary
 from engine.model.causal_lm import CausalModel
-from engine.model.linears import NATIVE, linear_of, prepare_linears
+from engine.model.linear_backends import NATIVE, linear_of, prepare_linears
 from engine.native.linear import QUANTISED
 
 

@@ -26,7 +26,7 @@ from engine.draft.checkpoints.decoder_layer import (
 from engine.draft.checkpoints.files import CheckpointFiles
 from engine.draft.checkpoints.shapes import DFlashShape
 from engine.kv_cache.canary import Canary
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.utils.host_transfer import integers
 from engine.utils.rotary_table import RotaryTable

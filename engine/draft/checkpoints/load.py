@@ -18,7 +18,7 @@ def load_drafter(
 ) -> CheckpointDrafter:
     """Return the drafter of a checkpoint that was read for this target. It must observe the target's passes.
 
-    `linears` is a name of engine.model.linears. Raise ValueError if a weight is damaged or the precision is not possible.
+    `linears` is a name of engine.model.linear_backends. Raise ValueError if a weight is damaged or the precision is not possible.
     """
     files, shape = checkpoint.files, checkpoint.shape
     with_slots = (target, num_slots, canary)

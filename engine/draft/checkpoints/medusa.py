@@ -15,7 +15,7 @@ from engine.draft.checkpoints.decoder_layer import prepared, stored_linear
 from engine.draft.checkpoints.files import CheckpointFiles
 from engine.draft.checkpoints.shapes import MedusaShape
 from engine.model.causal_lm import CausalModel
-from engine.model.linears import linear_of
+from engine.model.linear_backends import linear_of
 
 
 class MedusaNetwork(nn.Module):

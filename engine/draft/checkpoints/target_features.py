@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.core.step_plan import Feeding
 from engine.draft.models.feature_pool import FeaturePool
 from engine.kv_cache.canary import Canary, NoCanary
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap
 

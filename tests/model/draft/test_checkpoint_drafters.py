@@ -22,14 +22,14 @@ from engine.draft.checkpoints.read import read_checkpoint
 from engine.draft.checkpoints.target_features import FeatureDrafter
 from engine.draft.drafter import FrontierNode, Proposal, TrimmedVocabulary
 from engine.draft.models.feature_pool import FeaturePool
-from engine.draft.models.segments import places_of_roots
-from engine.draft.text.text_and_model import CombinedDrafter
+from engine.draft.models.drafter_segments import places_of_roots
+from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
 from engine.draft.trees import sampling as children
-from engine.draft.trees.grown import Growth
+from engine.draft.trees.grower import Growth
 from engine.engine import Engine
 from engine.model.causal_lm import CausalModel
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.scheduler.scheduler import Scheduler
 from engine.testing import tiny_engine
 from engine.utils.host_transfer import integers

@@ -19,9 +19,9 @@ from engine.draft.checkpoints.dflash import Anchor, DFlashNetwork
 from engine.draft.checkpoints.eagle3 import Eagle3Network
 from engine.draft.checkpoints.read import Checkpoint, read_checkpoint
 from engine.draft.checkpoints.shapes import DFlashShape, Eagle3Shape
-from engine.kv_cache.pool import KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, adopt
-from engine.model.linears import NATIVE
+from engine.model.linear_backends import NATIVE
 from engine.testing import tiny_module
 from engine.utils.host_transfer import integers
 from engine.weights.facts import ModelFacts
