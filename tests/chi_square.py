@@ -37,7 +37,7 @@ def z_of_counts(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, fl
     return z_score([counts.get(o, 0) for o in outcomes], [total * distribution.get(o, 0.0) for o in outcomes])
 
 
-def worst_z_of_beginnings(texts: Sequence[tuple[Hashable, ...]], distribution: Mapping[tuple[Hashable, ...], float]) -> float:
+def worst_z_of_beginnings(texts: Sequence[tuple[int, ...]], distribution: Mapping[tuple[int, ...], float]) -> float:
     """Return the largest z score of the beginnings of each length, infinity if a text is outside the distribution.
 
     Long texts are many, so that few of them are expected five times. Their beginnings are.
@@ -46,7 +46,7 @@ def worst_z_of_beginnings(texts: Sequence[tuple[Hashable, ...]], distribution: M
         return math.inf
     scores = []
     for length in range(1, max(map(len, distribution)) + 1):
-        expected: dict[tuple[Hashable, ...], float] = {}
+        expected: dict[tuple[int, ...], float] = {}
         for text, probability in distribution.items():
             expected[text[:length]] = expected.get(text[:length], 0.0) + probability
         scores.append(z_of_counts(Counter(text[:length] for text in texts), expected))

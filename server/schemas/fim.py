@@ -4,7 +4,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from server.schemas.common import MAX_PENALTY, MAX_STOP_STRINGS, CacheSalt, StopString
+from engine.core.sampling_limits import MAX_PENALTY
+from server.schemas.common import MAX_STOP_STRINGS, CacheSalt, StopString
 from server.schemas.completion import CompletionRequest
 from server.schemas.speculative import SpeculativeOptions
 from server.schemas.strict_model import MAX_INTEGER, Name, Strict, misfit

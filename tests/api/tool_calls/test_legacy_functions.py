@@ -5,9 +5,15 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.api.harness import MODEL, chat, data_of, in_process, over_loopback
+<<<<<<< HEAD:tests/api/tool_calls/test_legacy_functions.py
 from tests.api.tool_calls.test_tools import ARGUMENTS, TOOLS, URL, _engine, _prompt, written
+=======
+from tests.api.test_tools import _FRAGMENTS, ARGUMENTS, TOOLS, URL, _engine, _prompt, written
+>>>>>>> w-laws:tests/api/test_legacy_functions.py
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import calling
 
@@ -47,6 +53,22 @@ async def test_calls_whole_and_streamed():
         assert choice["finish_reason"] == "function_call"
         message, finish = _whole(parts)
         assert ({**message, "refusal": None}, finish, last["usage"]) == (choice["message"], "function_call", whole["usage"])
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@given(
+    st.lists(st.sampled_from(_FRAGMENTS), max_size=8).map("".join),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(1, 200),
+    st.sampled_from([{}, {"stop": ["}"]}, {"function_call": {"name": "time"}}]),
+)
+async def test_any_stream_is_the_answer(text: str, chunks: list[int], max_tokens: int, fields: dict[str, Any]):
+    """However the tokens are spread over steps, and wherever a stop string or a limit ends them."""
+    body = chat(functions=FUNCTIONS, max_tokens=max_tokens, **fields)
+    async with in_process(_engine(text, chunks=chunks), tokenizer=calling()) as client:
+        (choice,) = (await client.post(URL, json=body)).json()["choices"]
+        message, finish = _whole(data_of((await client.post(URL, json={**body, "stream": True})).text))
+    assert ({**message, "refusal": None}, finish) == (choice["message"], choice["finish_reason"])
 
 
 async def test_answers_without_a_call():

@@ -256,13 +256,14 @@ async def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek"])
 async def test_what_cannot_be_compiled_is_named_behind_a_block(kind: str):
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"not": {"type": "string"}}}}}}]
+    function: dict[str, Any] = {"name": "f", "parameters": {"properties": {"x": {"not": {"type": "string"}}}}}
+    tools = [{"type": "function", "function": function}]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"response_format": wrong}, "response_format"),
         ({"tools": tools, "tool_choice": "required"}, "tools"),
         ({"tools": TOOLS, "response_format": wrong}, "response_format"),
         (
-            {"tools": [{"type": "function", "function": {**tools[0]["function"], "strict": True}}], "response_format": FORMAT},
+            {"tools": [{"type": "function", "function": {**function, "strict": True}}], "response_format": FORMAT},
             "tools",
         ),
     ]

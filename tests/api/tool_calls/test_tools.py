@@ -145,7 +145,9 @@ def test_any_text_is_streamed_as_it_is_answered():
     @given(
         st.lists(st.sampled_from(_FRAGMENTS), max_size=8).map("".join),
         st.lists(st.integers(1, 9), min_size=1, max_size=4),
-        st.sampled_from([{}, {"stop": ["}"]}, {"stop": "call"}, {"max_tokens": 20}, {"parallel_tool_calls": False}]),
+        st.sampled_from(
+            [{}, {"stop": ["}"]}, {"stop": "call"}, {"max_tokens": 20}, {"max_tokens": 45}, {"parallel_tool_calls": False}]
+        ),
     )
     def check(text: str, chunks: list[int], fields: dict[str, Any]) -> None:
         import asyncio

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -60,10 +61,8 @@ def _run(case: MarkupCase, verifier: str | None, expansion: Expansion, seeds: Se
     grammars = CompiledGrammars(lambda: case.vocabulary)
     engine = tiny_engine(*tiny_pair(noise=noise, vocab_size=V), FixedExpansion(expansion), config=WIDE, grammars=grammars)
     most = max(map(len, _distribution(case)))
-    sampling = {"temperature": TEMPERATURE, "grammar": case.grammar, "max_tokens": most}
-    requests = [
-        Request(str(seed), PROMPT, SamplingParams(seed=seed, **sampling), Speculation(verifier=verifier)) for seed in seeds
-    ]
+    sampling = SamplingParams(temperature=TEMPERATURE, grammar=case.grammar, max_tokens=most)
+    requests = [Request(str(seed), PROMPT, replace(sampling, seed=seed), Speculation(verifier=verifier)) for seed in seeds]
     return run(engine, requests)
 
 
