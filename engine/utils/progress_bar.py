@@ -17,6 +17,8 @@ from tqdm import tqdm
 
 _logger = logging.getLogger(__name__)
 _is_logged = False
+_last_line_s = 0.0
+_running: list[object] = []  # of long_work, the innermost last
 
 tqdm.monitor_interval = 0  # no monitor thread: it would disturb measurements of an engine's steps
 
@@ -32,7 +34,9 @@ class _Lines:
 
     def write(self, text: str) -> None:
         """Write a line without cursor movements, unless it is empty."""
+        global _last_line_s
         line = text.replace("\r", "").strip()
+        _last_line_s = time.monotonic()
         if line and _is_logged:
             _logger.info("%s", line)
         elif line:
@@ -55,22 +59,30 @@ def progress_line(text: str) -> None:
 
 
 @contextmanager
-def long_work(what: str) -> Iterator[None]:
-    """Write what is being done, now and every LONG_INTERVAL_S seconds until it is done."""
-    progress_line(what)
+def long_work(what: str, is_announced: bool = True) -> Iterator[None]:
+    """Write what is being done, and again after each LONG_INTERVAL_S seconds without a line, until it is done.
+
+    Work inside other work, or its bar, is written in its place. Without `is_announced` the first line comes later.
+    """
+    if is_announced:
+        progress_line(what)
     is_over, begin_s = threading.Event(), time.monotonic()
 
     def repeat() -> None:
-        while not is_over.wait(LONG_INTERVAL_S):
-            progress_line(f"{what} ({time.monotonic() - begin_s:.0f} s so far)")
+        while not is_over.wait(max(0.05, max(_last_line_s, begin_s) + LONG_INTERVAL_S - time.monotonic())):
+            is_shown = _running[-1] is is_over and not getattr(tqdm, "_instances", ())  # no bar moves
+            if is_shown and time.monotonic() - _last_line_s >= LONG_INTERVAL_S:
+                progress_line(f"{what} ({time.monotonic() - begin_s:.0f} s so far)")
 
     thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    _running.append(is_over)
     thread.start()
     try:
         yield
     finally:
         is_over.set()
         thread.join()
+        _running.remove(is_over)
 
 
 def is_terminal() -> bool:

@@ -23,6 +23,7 @@ import zmq
 from engine.core.config import EngineConfig
 from engine.core.refusal import Refusal
 from engine.utils.free_memory import return_free_memory
+from engine.utils.progress_bar import long_work
 from engine.worker.engine_loop import EngineFactory, EngineLoop, SteppedEngine
 from engine.worker.fork_template import start_template
 from engine.worker.messages import (
@@ -153,7 +154,7 @@ def _worker_main(spec: _WorkerSpec) -> None:
             outbox.send(encode_message(event))
 
         try:
-            with _sending_heartbeats(send):
+            with _sending_heartbeats(send), long_work(f"loading {spec.config.model}", is_announced=False):
                 engine = spec.factory(spec.config)
             gc.collect()
             gc.freeze()  # loaded objects stay alive, so later collections can skip them

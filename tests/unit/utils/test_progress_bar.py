@@ -6,11 +6,12 @@ import os
 import pty
 import subprocess
 import sys
+import time
 
 import pytest
 
 from engine.utils import progress_bar as module
-from engine.utils.progress_bar import progress_bar
+from engine.utils.progress_bar import long_work, progress_bar
 
 WORK = """
 from engine.utils.progress_bar import progress_bar
@@ -57,9 +58,58 @@ def test_a_log_is_not_flooded(monkeypatch: pytest.MonkeyPatch) -> None:
         bar.close()
         return log.getvalue().count("\n")
 
-    assert num_lines() <= 5  # the first, one each ten of thirty seconds, the last
+    assert num_lines() <= 8  # the first, one each five of thirty seconds, the last
     monkeypatch.setattr(module, "LOG_INTERVAL_S", 0.1)
     assert num_lines() > 100
+
+
+def log_of(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Return what is written to stderr from now on, with an interval of a twentieth of a second."""
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(module, "LONG_INTERVAL_S", 0.05)
+    return log
+
+
+def until(log: io.StringIO, words: str) -> None:
+    end_s = time.monotonic() + 20
+    while words not in log.getvalue() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert words in log.getvalue()
+
+
+def test_long_work_repeats_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_of(monkeypatch)
+    with long_work("packing"):
+        assert log.getvalue() == "packing\n"
+        until(log, "packing (0 s so far)")
+    num_lines = len(log.getvalue().splitlines())
+    time.sleep(0.2)
+    assert len(log.getvalue().splitlines()) == num_lines
+
+
+def test_silent_loading_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: between packing and measuring a loaded machine wrote nothing for twenty seconds."""
+    log = log_of(monkeypatch)
+    with long_work("loading", is_announced=False):
+        assert log.getvalue() == ""
+        until(log, "loading (0 s so far)")
+
+
+def test_inner_work_is_written_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two works at a time would write twice as many lines, and the outer one says less."""
+    log = log_of(monkeypatch)
+    with long_work("loading", is_announced=False), long_work("packing"):
+        until(log, "packing (0 s so far)")
+        time.sleep(0.3)
+    assert "loading" not in log.getvalue()
+
+
+def test_a_bar_is_written_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_of(monkeypatch)
+    with long_work("loading", is_announced=False), progress_bar(what="measuring", total=2, unit="step"):
+        time.sleep(0.3)
+    assert "loading" not in log.getvalue()
 
 
 def test_it_can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
