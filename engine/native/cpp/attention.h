@@ -29,8 +29,8 @@
 //   total        sixteen sums, of weights k = i modulo 16 in order; then halves are added
 //   output       sum of weight(k) value(k) in order, divided by the total
 //
-// A term is a product (`FloatTerms`, if float32 is cached), or that of a pair of bfloat16 numbers (`PairTerms`, if
-// float16 is cached): of adjacent numbers of a key, or of two keys. A pair's odd product is added first.
+// A term is a product (`FloatTerms`), or in compact that of a pair of bfloat16 numbers (`PairTerms`): of adjacent numbers
+// of a key, or of two keys. A pair's odd product is added first.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -58,20 +58,21 @@ struct Left {
       : first(lanes_left(std::max<int64_t>(0, size - d))), second(lanes_left(std::max<int64_t>(0, size - d - kLanes))) {}
 };
 
-// Numbers that are multiplied together: one float32.
+// Numbers that are multiplied together: one float32, or one float16 as float32.
+template <typename Number>
 struct FloatTerms {
-  using Cached = float;
+  using Cached = Number;
   static constexpr int64_t kNumbers = 1;
   static constexpr float kPowers[] = {1.53533616e-4f, 1.33988745e-3f, 9.61843736e-3f,  // 2^r to 2^-28
                                       5.55033247e-2f, 2.40226479e-1f, 6.93147203e-1f};
 
   // 16 terms of a row of numbers, from term i on; `left` are the numbers that exist.
-  static Floats of_row(const float* row, int64_t i, const Left& left) { return load(left.first, row + i); }
+  static Floats of_row(const Cached* row, int64_t i, const Left& left) { return load(left.first, row + i); }
   static Floats of_query(const float* row, int64_t i, const Left& left, float scaling) {
     return load(left.first, row + i) * spread(scaling);
   }
   static Floats of_weights(Floats first, Floats) { return first; }
-  static Register of_values(Mask m, const float* first, const float*) { return load_register(m, first); }
+  static Register of_values(Mask m, const Cached* first, const Cached*) { return load_register(m, first); }
   static Register first_alone(Register terms) { return terms; }
   static Floats joined(Floats first, Floats) { return first; }
   static void add(Register& sum, Register a, Register b) { add_product(sum, a, b); }

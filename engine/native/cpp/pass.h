@@ -253,9 +253,7 @@ class Run {
     }
     ActiveRows active{s_.x.data(), p_.num_tokens};
     for (int64_t l = 0; l < d_.num_layers; l++) {
-      active = !p_.is_cached_in_half     ? attention_layer<FloatTerms>(worker, l)
-               : has_pair_products() ? attention_layer<PairTerms<true>>(worker, l)
-                                     : attention_layer<PairTerms<false>>(worker, l);
+      active = attention_layer(worker, l);
       mlp_layer(worker, l, active);
       finish_layer(worker, l, active);
     }
@@ -281,6 +279,15 @@ class Run {
   };
 
   // A layer up to and including attention; returns the active rows, with the inputs of the output layer set.
+  ActiveRows attention_layer(Worker& worker, int64_t l) {
+    if (!p_.is_cached_in_half)
+      return attention_layer<FloatTerms<float>>(worker, l);
+    if (!d_.layers[l].query.is_compact())
+      return attention_layer<FloatTerms<Half>>(worker, l);
+    return has_pair_products() ? attention_layer<PairTerms<true>>(worker, l)
+                               : attention_layer<PairTerms<false>>(worker, l);
+  }
+
   template <typename Terms>
   ActiveRows attention_layer(Worker& worker, int64_t l) {
     using Cached = typename Terms::Cached;
