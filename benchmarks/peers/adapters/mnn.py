@@ -38,13 +38,13 @@ def _answer(model: Any, job: Job, prompt: Sequence[int], seed: int | None) -> An
     fed, ids, times_s = list(prompt), [], []
     for _ in range(job.num_tokens):
         logits = np.asarray(model.forward(fed).read()).reshape(-1)
-        fed = [_token(logits, job.temperature, draws)]
+        fed = [draw_token(logits, job.temperature, draws)]
         ids += fed
         times_s.append(time.perf_counter() - begin_s)
     return Answer(times_s[0], times_s[-1], len(ids), tuple(ids))
 
 
-def _token(logits: np.ndarray, temperature: float, draws: np.random.Generator) -> int:
+def draw_token(logits: np.ndarray, temperature: float, draws: np.random.Generator) -> int:
     """Return the likeliest token, or one drawn by its probability."""
     if not temperature:
         return int(logits.argmax())

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.peers import __main__ as peers_main
 from benchmarks.peers import contenders, measure, setup, stable
+from benchmarks.peers.adapters.mnn import draw_token
 from benchmarks.peers.contenders import Contender, Subject, contenders_of, those_ready
 from benchmarks.peers.jobs import Answer, Answers, Job, JobFailed
 from benchmarks.peers.measure import MIXED, Design, Measurement, blocks_of
@@ -407,3 +409,15 @@ def test_setup_installs_those_that_are_named_or_all(monkeypatch):
     monkeypatch.setattr("sys.argv", ["peers", "setup", "openvino", "another"])
     with pytest.raises(SystemExit):
         peers_main.main()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_drawn_tokens_have_the_models_distribution(temperature: float):
+    """An adapter that draws for a library must draw as the library's peers do: by temperature alone, no token left out."""
+    logits = np.array([2.0, -1.0, 0.5, 0.0, 3.0], np.float32)
+    draws = np.random.default_rng(1)
+    counts = np.bincount([draw_token(logits, temperature, draws) for _ in range(20_000)], minlength=5)
+    weights = np.exp(logits / temperature)
+    assert counts / 20_000 == pytest.approx(weights / weights.sum(), abs=0.01)
+    assert counts.min() > 0
+    assert draw_token(logits, 0.0, draws) == 4
