@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.draft.checkpoints.files import CheckpointFiles
-from engine.draft.checkpoints.shapes import LayersShape, Vocabulary
+from engine.draft.checkpoints.shapes import KnownTokens, LayersShape
 from engine.model.causal_lm import CausalModel
 from engine.model.linear_backends import NATIVE, linear_of, prepare_linears
 from engine.native.linear import QUANTISED
@@ -38,7 +38,7 @@ def embeddings_of(files: CheckpointFiles, target: CausalModel, dtype: torch.dtyp
     return files.tensor("embed_tokens.weight").to(target.device, dtype) if has_own else target.embeddings_VD
 
 
-def output_of(files: CheckpointFiles, vocab: Vocabulary, target: CausalModel) -> nn.Linear:
+def output_of(files: CheckpointFiles, vocab: KnownTokens, target: CausalModel) -> nn.Linear:
     """Return the file's output layer, or the target's rows of the drafter's tokens."""
     if "lm_head.weight" in files.shapes:
         return linear_of(files.tensor("lm_head.weight"))

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from engine.draft.checkpoints.files import CheckpointFiles, Keys, UnusableCheckpoint
-from engine.draft.checkpoints.shapes import LayersShape, Rotary, Vocabulary
+from engine.draft.checkpoints.shapes import KnownTokens, LayersShape, Rotary
 from engine.weights.facts import ModelFacts
 
 _SCALED = ("linear", "llama3", "yarn")  # kinds of rotary embeddings that depend on the position alone
@@ -151,7 +149,7 @@ def num_features(files: CheckpointFiles, target_width: int, width: int) -> int:
     return found[1] // target_width
 
 
-def vocabulary(files: CheckpointFiles, keys: Keys, target: ModelFacts) -> Vocabulary:
+def vocabulary(files: CheckpointFiles, keys: Keys, target: ModelFacts) -> KnownTokens:
     """Return the tokens that the drafter predicts: all, or those of d2t or t2d."""
     num_rows = files.shapes.get("lm_head.weight", (0,))[0]
     given = keys.get("draft_vocab_size", int)
@@ -175,7 +173,7 @@ def vocabulary(files: CheckpointFiles, keys: Keys, target: ModelFacts) -> Vocabu
             raise UnusableCheckpoint(f"d2t does not lead to different ids below {target.vocab_size}")
         if ids == list(range(target.vocab_size)):
             ids = None
-    return Vocabulary(None if ids is None else tuple(ids), target.vocab_size)
+    return KnownTokens(None if ids is None else tuple(ids), target.vocab_size)
 
 
 def require_embeddings(files: CheckpointFiles, width: int, target: ModelFacts) -> None:
@@ -186,7 +184,7 @@ def require_embeddings(files: CheckpointFiles, width: int, target: ModelFacts) -
         raise UnusableCheckpoint(f"embed_tokens.weight is missing, and the target's has width {target.width}, not {width}")
 
 
-def require_output(files: CheckpointFiles, width: int, vocab: Vocabulary, target: ModelFacts) -> None:
+def require_output(files: CheckpointFiles, width: int, vocab: KnownTokens, target: ModelFacts) -> None:
     """Raise UnusableCheckpoint unless the file's output layer or the target's has the drafter's width."""
     if "lm_head.weight" in files.shapes:
         files.require("lm_head.weight", (vocab.num_known, width))
@@ -197,8 +195,3 @@ def require_output(files: CheckpointFiles, width: int, vocab: Vocabulary, target
 def unused_keys(objects: Iterable[Keys]) -> list[str]:
     """Return the keys that were not read and that may matter."""
     return [name for keys in objects for name in keys.unread() if name.rpartition(".")[2] not in _UNUSED]
-
-
-def ids_tensor(vocab: Vocabulary, device: torch.device) -> torch.Tensor | None:
-    """Return the drafter's tokens on a device; None for all tokens."""
-    return None if vocab.ids is None else torch.tensor(vocab.ids, dtype=torch.int64, device=device)

@@ -23,7 +23,7 @@ from engine.draft.checkpoints.layer_keys import (
     unused_keys,
     vocabulary,
 )
-from engine.draft.checkpoints.shapes import DFlashShape, Eagle3Shape, MedusaShape, Shape, Vocabulary
+from engine.draft.checkpoints.shapes import DFlashShape, Eagle3Shape, KnownTokens, MedusaShape, Shape
 from engine.weights.facts import ModelFacts
 
 Reader = Callable[[CheckpointFiles, ModelFacts], tuple[Shape, Sequence[Keys]]]
@@ -191,7 +191,7 @@ def _read_medusa(files: CheckpointFiles, target: ModelFacts) -> tuple[MedusaShap
         width=target.width,
         num_heads=num_heads,
         num_layers=num_layers,
-        vocab=Vocabulary(None, target.vocab_size),
+        vocab=KnownTokens(None, target.vocab_size),
         has_biases=has_biases or config.get("medusa_fc_bias", bool, False),
         has_one_output=has_one_output,
         is_original=is_original,

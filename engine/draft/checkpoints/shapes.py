@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says of its network, in one form for all projects."""
+"""The network of a checkpoint, in one form for all projects."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class LayersShape:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class KnownTokens:
     """The tokens that a drafter predicts. None for `ids`: all of the target's."""
 
     ids: tuple[int, ...] | None
@@ -91,7 +91,7 @@ class Eagle3Shape:
     layers: LayersShape
     after: tuple[int, ...]
     target_width: int
-    vocab: Vocabulary
+    vocab: KnownTokens
     fused_norms: tuple[str, ...]
     is_residual_normed: bool
     feeds_normed: bool
@@ -109,7 +109,7 @@ class DFlashShape:
     layers: LayersShape
     after: tuple[int, ...]
     target_width: int
-    vocab: Vocabulary
+    vocab: KnownTokens
     block_size: int
     mask_id: int
     is_causal: tuple[bool, ...]
@@ -129,7 +129,7 @@ class MedusaShape:
     width: int
     num_heads: int
     num_layers: int
-    vocab: Vocabulary
+    vocab: KnownTokens
     has_biases: bool
     has_one_output: bool  # the target's or one in the file, for all heads
     is_original: bool  # the names of the tensors: the authors' or vLLM's
