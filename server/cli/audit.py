@@ -14,7 +14,11 @@ from engine.core.types import SamplingParams
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.weights import WeightsError
 from server.cli.bench_prompts import BENCH_PROMPTS, BenchError, read_prompts
-from server.settings import Settings, SettingsError, load_settings
+from server.settings import SHIPPED, Settings, SettingsError, load_settings
+
+
+AUDIT_PROMPTS = SHIPPED / "audit_prompts.yaml"
+LEAST_REQUESTS = 200  # fewer have no test of the tokens after the first
 
 
 class AuditError(Exception):
@@ -29,7 +33,7 @@ def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     """Add `audit`: its settings, prompts and level of significance."""
     command = subparsers.add_parser("audit", help="prove that speculation does not change the target's distribution")
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, verifier, threads")
-    command.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help="YAML file: lists of user messages by kind")
+    command.add_argument("--prompts", type=Path, help="YAML file: lists of user messages by kind; with --url of texts to complete")
     command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to use; all of the file by default")
     command.add_argument("--num-prompts", type=_count, default=1, help="prompts of each kind")
     _add_sampling(command)
@@ -45,7 +49,23 @@ def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
         "--alpha", type=_within(0.0, 1.0), default=1e-3, help="chance that a lossless engine fails a statistical test"
     )
     command.add_argument("--first-seed", type=_seed, default=None, help="repeats an audit; the report names its own")
+    _add_url(command)
     command.set_defaults(handler=_audit)
+
+
+def _add_url(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("another server, from outside (all settings are chosen by the audit)")
+    group.add_argument("--url", help="audit the OpenAI-compatible server at this address")
+    group.add_argument("--weights", metavar="MODEL", help="its model: a preset, a folder, a GGUF file or a hub id")
+    group.add_argument("--weights-dtype", default="float32", choices=("float32", "bfloat16", "int8", "compact"))
+    group.add_argument("--model", help="the model's name in requests; the server's first by default")
+    group.add_argument("--api-key", metavar="KEY")
+    group.add_argument("--requests", type=_count, default=2000, help="bound of the number of requests")
+    group.add_argument("--concurrency", type=_count, default=4, help="requests at a time")
+    group.add_argument("--timeout", type=_within(0.0, math.inf), default=120.0, metavar="SECONDS", help="of one request")
+    group.add_argument(
+        "--tie-gap", type=_within(0.0, math.inf), help="gap of logits that rounding may reverse; measured by default"
+    )
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
@@ -93,8 +113,10 @@ def _within(low: float, high: float, is_high_open: bool = True) -> Callable[[str
 def _audit(parsed: argparse.Namespace) -> int:
     """Run the audit and return its status: 1 also if the engine fails or weights are not available, 2 for wrong arguments."""
     try:
+        if parsed.url is not None:
+            return _audit_url(parsed)
         settings = load_settings(parsed.config, {})
-        texts = read_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts)
+        texts = read_prompts(parsed.prompts or BENCH_PROMPTS, parsed.kinds, parsed.num_prompts)
         parsed.verifiers = parsed.verifiers or [settings.verifier]
         parsed.expansions = parsed.expansions or _configured(settings)
         parsed.first_seed = secrets.randbits(62) if parsed.first_seed is None else parsed.first_seed
@@ -106,6 +128,16 @@ def _audit(parsed: argparse.Namespace) -> int:
     except (SettingsError, BenchError, AuditError, AuditFailed, WeightsError) as error:
         sys.stderr.write(f"latebranch audit: {error}\n")
         return 1 if isinstance(error, (WeightsError, AuditFailed)) else 2
+
+
+def _audit_url(parsed: argparse.Namespace) -> int:
+    if parsed.requests < LEAST_REQUESTS:
+        raise AuditError(f"--requests must be at least {LEAST_REQUESTS}")
+    by_kind = read_prompts(parsed.prompts or AUDIT_PROMPTS, parsed.kinds, sys.maxsize)
+    parsed.first_seed = secrets.randbits(30) if parsed.first_seed is None else parsed.first_seed
+    from server.audit_url.command import audit_url  # here, because it brings torch
+
+    return audit_url([text for texts in by_kind.values() for text in texts], parsed)
 
 
 def _configured(settings: Settings) -> list[Expansion | None]:
