@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 _MIN_EXPECTED = 10.0  # cells with a smaller expected count are pooled, to keep small p-values accurate
-_POWER_QUANTILE = 1.2815515655446004  # the .9 quantile of the standard normal
+POWER_QUANTILE = 1.2815515655446004  # the .9 quantile of the standard normal
 _BISECTIONS = 200
 
 
@@ -78,7 +78,7 @@ def combined_test(tests: Sequence[ChiSquare]) -> ChiSquare:
 def _noncentrality(freedom: int, level: float) -> float:
     """Return the noncentrality at which the test's power is .9."""
     critical = _root(lambda x: level - survival(x, freedom))
-    return _root(lambda x: freedom + x - _POWER_QUANTILE * math.sqrt(2.0 * (freedom + 2.0 * x)) - critical)
+    return _root(lambda x: freedom + x - POWER_QUANTILE * math.sqrt(2.0 * (freedom + 2.0 * x)) - critical)
 
 
 def _root(rising: Callable[[float], float]) -> float:

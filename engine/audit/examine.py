@@ -23,7 +23,7 @@ from engine.core.types import SamplingParams
 from engine.sampling.noise import gumbels
 from engine.utils.progress_bar import progress_bar
 
-_CELL = 10.0  # tokens with a smaller expected count share a cell
+CELL = 10.0  # tokens with a smaller expected count share a cell
 _POSITIONS = ("first token", "second token", "third token")
 _ROWS_AT_ONCE = 128
 
@@ -106,13 +106,13 @@ def _prefix_tests(output: SettingOutput, count: int, least: int, reference: Refe
         if len(token_ids) >= least:
             logits_NV = reference.logits([(*prompt, *prefix)], count + 1)[0]
             last_NV = penalised(logits_NV, prompt, prefix, output.setting.sampling)[-1:]
-            yield _probs_test(warped(last_NV, output.setting.sampling)[0], Counter(token_ids))
+            yield probs_test(warped(last_NV, output.setting.sampling)[0], Counter(token_ids))
 
 
-def _probs_test(probs_V: Float[Tensor, " V"], counts: Counter[int]) -> ChiSquare:
+def probs_test(probs_V: Float[Tensor, " V"], counts: Counter[int]) -> ChiSquare:
     """Test drawn tokens against a distribution; tokens with a small expected count share one cell."""
     total = counts.total()
-    cells = (probs_V * total >= _CELL).nonzero()[:, 0].tolist()
+    cells = (probs_V * total >= CELL).nonzero()[:, 0].tolist()
     expected = [float(probs_V[token_id]) * total for token_id in cells]
     observed = [counts[token_id] for token_id in cells]
     return likelihood_ratio_test([*observed, total - sum(observed)], [*expected, max(0.0, total - sum(expected))])

@@ -111,13 +111,14 @@ def penalised(
 ) -> Float[Tensor, "N V"]:
     """Return the logits after the penalties; row n follows `text_ids[:n]`."""
     rows = [
-        _penalised(row_V, prompt_ids, text_ids[:count], sampling) if sampling.has_penalties else row_V
+        penalised_row(row_V, prompt_ids, text_ids[:count], sampling) if sampling.has_penalties else row_V
         for count, row_V in enumerate(logits_NV)
     ]
     return torch.stack(rows)
 
 
-def _penalised(row_V: Tensor, prompt_ids: Sequence[int], generated: Sequence[int], sampling: SamplingParams) -> Tensor:
+def penalised_row(row_V: Tensor, prompt_ids: Sequence[int], generated: Sequence[int], sampling: SamplingParams) -> Tensor:
+    """Return the logits after one text; `generated` are the tokens that presence and frequency count."""
     row_V = row_V.clone()
     if sampling.repetition_penalty != 1.0:
         text = torch.tensor([[*prompt_ids, *generated]], device=row_V.device)

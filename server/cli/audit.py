@@ -11,9 +11,12 @@ from engine.core.tree import Expansion, parse_expansion
 from engine.core.types import SamplingParams
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.weights import WeightsError
-from server.cli.bench_prompts import BenchError, add_prompt_flags, read_prompts
+from server.cli.bench_prompts import BENCH_PROMPTS, BenchError, add_prompt_flags, read_prompts
 from server.cli.parser import non_negative_int, number_within, positive_int, tree_shape
-from server.settings import Settings, SettingsError, load_settings
+from server.settings import SHIPPED, Settings, SettingsError, load_settings
+
+AUDIT_PROMPTS = SHIPPED / "audit_prompts.yaml"
+LEAST_REQUESTS = 200  # fewer have no test of the tokens after the first
 
 
 class AuditError(Exception):
@@ -42,7 +45,23 @@ def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
         "--alpha", type=number_within(0.0, 1.0), default=1e-3, help="chance that a lossless engine fails a statistical test"
     )
     command.add_argument("--first-seed", type=non_negative_int, default=None, help="repeats an audit; the report names its own")
-    command.set_defaults(handler=_audit)
+    _add_url(command)
+    command.set_defaults(handler=_audit, prompts=None)  # other prompts are for chats than for --url
+
+
+def _add_url(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("another server, from outside (all settings are chosen by the audit)")
+    group.add_argument("--url", help="audit the OpenAI-compatible server at this address")
+    group.add_argument("--weights", metavar="MODEL", help="its model: a preset, a folder, a GGUF file or a hub id")
+    group.add_argument("--weights-dtype", default="float32", choices=("float32", "bfloat16", "int8", "compact"))
+    group.add_argument("--model", help="the model's name in requests; the server's first by default")
+    group.add_argument("--api-key", metavar="KEY")
+    group.add_argument("--requests", type=positive_int, default=2000, help="bound of the number of requests")
+    group.add_argument("--concurrency", type=positive_int, default=4, help="requests at a time")
+    group.add_argument("--timeout", type=number_within(0.0, math.inf), default=120.0, metavar="SECONDS", help="of one request")
+    group.add_argument(
+        "--tie-gap", type=number_within(0.0, math.inf), help="gap of logits that rounding may reverse; measured by default"
+    )
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
@@ -58,8 +77,10 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 def _audit(parsed: argparse.Namespace) -> int:
     """Run the audit and return its status: 1 also if the engine fails or weights are not available, 2 for wrong arguments."""
     try:
+        if parsed.url is not None:
+            return _audit_url(parsed)
         settings = load_settings(parsed.config, {})
-        texts = read_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts)
+        texts = read_prompts(parsed.prompts or BENCH_PROMPTS, parsed.kinds, parsed.num_prompts)
         parsed.verifiers = parsed.verifiers or [settings.verifier]
         parsed.expansions = parsed.expansions or _configured(settings)
         parsed.first_seed = secrets.randbits(62) if parsed.first_seed is None else parsed.first_seed
@@ -71,6 +92,16 @@ def _audit(parsed: argparse.Namespace) -> int:
     except (SettingsError, BenchError, AuditError, AuditFailed, WeightsError) as error:
         sys.stderr.write(f"latebranch audit: {error}\n")
         return 1 if isinstance(error, (WeightsError, AuditFailed)) else 2
+
+
+def _audit_url(parsed: argparse.Namespace) -> int:
+    if parsed.requests < LEAST_REQUESTS:
+        raise AuditError(f"--requests must be at least {LEAST_REQUESTS}")
+    by_kind = read_prompts(parsed.prompts or AUDIT_PROMPTS, parsed.kinds, sys.maxsize)
+    parsed.first_seed = secrets.randbits(30) if parsed.first_seed is None else parsed.first_seed
+    from server.audit_url.command import audit_url  # here, because it brings torch
+
+    return audit_url([text for texts in by_kind.values() for text in texts], parsed)
 
 
 def _configured(settings: Settings) -> list[Expansion | None]:

@@ -1,0 +1,228 @@
+"""The HTTP client of an audit: completions of an OpenAI-compatible server, several at a time, parsed into records."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from engine.utils.one_line import one_line
+from engine.utils.progress_bar import progress_bar
+
+Name = int | str  # a token's id where the server reports it, else its text
+Body = Mapping[str, Any]
+_BUSY = {429, 503}
+_TRIES = 5
+_REFUSED = {400, 404, 405, 413, 415, 422, 501}
+_MAX_REPORTED = 200
+
+
+class AuditedServerFailed(Exception):
+    """The server cannot be audited any further; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotOffered:
+    """The server refused a request, by the message."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One choice of an answer. `names`, `logprobs` and `tops` have an entry for each token, or none at all."""
+
+    text: str
+    finish: str | None
+    names: tuple[Name, ...] = ()
+    logprobs: tuple[float | None, ...] = ()
+    tops: tuple[Mapping[Name, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completion. `num_drafted` is None if the server reports no drafts."""
+
+    samples: tuple[Sample, ...]
+    usage: Mapping[str, Any]
+    num_drafted: int | None = None
+    num_accepted: int = 0
+
+
+class CompletionClient:
+    """Sends completions, at most `concurrency` at a time, and counts them."""
+
+    def __init__(self, url: str, model: str | None, key: str | None, timeout_s: float, concurrency: int) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        limits = httpx2.Limits(max_connections=concurrency)
+        try:
+            self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout_s, limits=limits)
+        except httpx2.InvalidURL as error:
+            raise AuditedServerFailed(f"{url} is no address: {one_line(error)}") from error
+        self._concurrency = concurrency
+        self.bar = progress_bar(what="", total=0, unit="request", is_shown=False)
+        self.num_requests = 0
+        self.num_drafted: int | None = None
+        self.num_accepted = 0
+        self.owner = ""
+        self.model = model or ""
+        self._read_models()
+
+    def _read_models(self) -> None:
+        """Take the served model's name, unless one is given, and its owner, which names the kind of server."""
+        response = self._sent("GET", "/v1/models", None)
+        try:
+            models = response.json()["data"] if response.status_code == 200 else []
+            self.owner = str(models[0].get("owned_by", "")) if models else ""
+            self.model = self.model or str(models[0]["id"])
+        except (ValueError, LookupError, TypeError, AttributeError):
+            if not self.model:
+                raise AuditedServerFailed(f"{self.url}/v1/models lists no model; name it with --model") from None
+
+    def complete(self, body: Body) -> Answer | NotOffered:
+        """Return the whole answer to a request."""
+        self.num_requests += 1
+        response = self._sent("POST", "/v1/completions", {"model": self.model, **body})
+        if response.status_code in _REFUSED:
+            return NotOffered(_message(response))
+        return self._counted(_parsed(lambda: response.json()))
+
+    def stream(self, body: Body) -> Answer | NotOffered:
+        """Return the answer that a stream adds up to."""
+        self.num_requests += 1
+        response = self._sent("POST", "/v1/completions", {"model": self.model, **body, "stream": True})
+        if response.status_code in _REFUSED:
+            return NotOffered(_message(response))
+        return self._counted(_parsed(lambda: _joined(_events(response.text))))
+
+    def complete_all(self, bodies: Sequence[Body], what: str, concurrency: int | None = None) -> list[Answer | NotOffered]:
+        """Return the answers in order, with a progress bar."""
+        self.bar.set_description(what)
+        with ThreadPoolExecutor(concurrency or self._concurrency) as pool:
+            answers = []
+            try:
+                for answer in pool.map(self.complete, bodies):
+                    answers.append(answer)
+                    self.bar.update()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return answers
+
+    def _counted(self, answer: Answer) -> Answer:
+        if answer.num_drafted is not None:
+            self.num_drafted = (self.num_drafted or 0) + answer.num_drafted
+            self.num_accepted += answer.num_accepted
+        return answer
+
+    def _sent(self, method: str, path: str, body: Body | None) -> httpx2.Response:
+        """Return the response; a busy server is tried again. Raises AuditedServerFailed for what no request can mend."""
+        for number in range(1, _TRIES + 1):
+            try:
+                response = self._http.request(method, path, json=body)
+            except httpx2.TimeoutException as error:
+                raise AuditedServerFailed(f"{self.url} did not answer in time (see --timeout)") from error
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+                raise AuditedServerFailed(f"{self.url} cannot be reached: {one_line(error) or type(error).__name__}") from error
+            if response.status_code not in _BUSY or number == _TRIES:
+                break
+            time.sleep(min(10.0, _retry_after(response) or 0.2 * 2**number))
+        if response.status_code in {401, 403}:
+            raise AuditedServerFailed(f"{self.url} refuses the key (see --api-key): {_message(response)}")
+        if response.status_code >= 400 and response.status_code not in _REFUSED:
+            raise AuditedServerFailed(f"{self.url} failed with status {response.status_code}: {_message(response)}")
+        return response
+
+
+def _retry_after(response: httpx2.Response) -> float:
+    text = response.headers.get("Retry-After", "")
+    return float(text) if text.isdecimal() else 0.0
+
+
+def _message(response: httpx2.Response) -> str:
+    try:
+        error = response.json()["error"]
+        text = error["message"] if isinstance(error, dict) else error
+    except (ValueError, LookupError, TypeError):
+        text = response.text or f"status {response.status_code}"
+    return one_line(str(text)[:_MAX_REPORTED])
+
+
+def _events(text: str) -> Iterator[Any]:
+    for line in text.splitlines():
+        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+            yield json.loads(data)
+
+
+def _joined(events: Iterator[Any]) -> dict[str, Any]:
+    """Return the whole answer of a stream's chunks."""
+    choice: dict[str, Any] = {"text": "", "finish_reason": None}
+    whole: dict[str, Any] = {"choices": [choice]}
+    for event in events:
+        if "error" in event:
+            raise AuditedServerFailed(f"a stream ended with an error: {one_line(str(event['error'])[:_MAX_REPORTED])}")
+        whole |= {key: event[key] for key in ("usage", "timings", "metrics") if event.get(key)}
+        for part in event.get("choices") or ():
+            choice["text"] += part.get("text") or ""
+            choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+            if part.get("token_ids"):
+                choice.setdefault("token_ids", []).extend(part["token_ids"])
+            for key, values in (part.get("logprobs") or {}).items():
+                choice.setdefault("logprobs", {}).setdefault(key, []).extend(values or ())
+    return whole
+
+
+def _parsed(read: Any) -> Answer:
+    try:
+        raw = read()
+        samples = tuple(_sample(choice) for choice in sorted(raw["choices"], key=lambda choice: choice.get("index", 0)))
+        return Answer(samples, raw.get("usage") or {}, *_drafts(raw))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise AuditedServerFailed(f"an answer is not in the format of completions: {one_line(error)}") from error
+
+
+def _sample(choice: Mapping[str, Any]) -> Sample:
+    """Return a choice, its tokens from `logprobs` in OpenAI's two formats or from `token_ids`."""
+    logprobs = choice.get("logprobs") or {}
+    names: list[Name]
+    if logprobs.get("content"):
+        entries = logprobs["content"]
+        names = [_name(entry) for entry in entries]
+        own = [entry.get("logprob") for entry in entries]
+        tops = [{_name(top): top["logprob"] for top in entry.get("top_logprobs") or ()} for entry in entries]
+    else:
+        names = [_named(name) for name in logprobs.get("tokens") or ()]
+        own = list(logprobs.get("token_logprobs") or ())
+        tops = [{_named(name): value for name, value in (top or {}).items()} for top in logprobs.get("top_logprobs") or ()]
+    ids = choice.get("token_ids")
+    if ids and (not names or len(ids) == len(names)):
+        names = list(ids)
+    if not len(own) == len(names) == len(tops):
+        own, tops = own if len(own) == len(names) else [], tops if len(tops) == len(names) else []
+    return Sample(choice.get("text") or "", choice.get("finish_reason"), tuple(names), tuple(own), tuple(tops))
+
+
+def _name(entry: Mapping[str, Any]) -> Name:
+    return int(entry["id"]) if "id" in entry else _named(entry["token"])
+
+
+def _named(name: str) -> Name:
+    is_id = name.startswith("token_id:") and name[9:].isdecimal()
+    return int(name[9:]) if is_id else name
+
+
+def _drafts(raw: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Return drafted and accepted tokens, as this server, llama.cpp's and OpenAI's report them."""
+    ours = (raw.get("metrics") or {}).get("speculative_decoding") or {}
+    if ours:
+        return int(ours.get("num_draft_tokens", 0)), int(ours.get("num_accepted_draft_tokens", 0))
+    timings = raw.get("timings") or {}
+    if "draft_n" in timings:
+        return int(timings["draft_n"]), int(timings.get("draft_n_accepted", 0))
+    details = (raw.get("usage") or {}).get("completion_tokens_details") or {}
+    accepted, rejected = (details.get(f"{kind}_prediction_tokens") or 0 for kind in ("accepted", "rejected"))
+    return (accepted + rejected, accepted) if accepted + rejected else (None, 0)
