@@ -10,7 +10,7 @@ from engine.audit.plan import Setting
 from engine.core.types import SamplingParams
 from engine.utils.progress_bar import progress_bar
 from server.audit_url.client import Answer, CompletionClient, NotOffered
-from server.audit_url.dialect import AuditPrompt, Offer, dialect_of, discover
+from server.audit_url.dialect import AuditPrompt, dialect_of, discover
 from server.audit_url.draws import Draw, DrawsTested, Expectation, test_draws
 from server.audit_url.exact import ExactChecks, usage_result
 from server.audit_url.results import CheckResult, CheckVerdict, ServerReport
@@ -72,7 +72,9 @@ class ServerAudit:
             self._source.num_top = int(self._offer.base.get("logprobs", 0))
         drawn = dict(self._draws())
         self._tolerance = self._tie_gap(drawn)
-        exact = ExactChecks(self._client, self._offer, self._source, self._tolerance, self._prompts[:_NUM_EXACT], self._options.max_tokens)
+        exact = ExactChecks(
+            self._client, self._offer, self._source, self._tolerance, self._prompts[:_NUM_EXACT], self._options.max_tokens
+        )
         self._results += exact.run(self._seed())
         for sampling, (name, draws) in drawn.items():
             self._test(sampling, name, draws)

@@ -73,7 +73,9 @@ class ServerReport:
     @property
     def inconclusive(self) -> tuple[str, ...]:
         """The reasons why this audit could not have found a violation of speculation."""
-        has_later = any(one.check == "second token" and isinstance(one.test, ChiSquare) and one.test.freedom for one in self.results)
+        has_later = any(
+            one.check == "second token" and isinstance(one.test, ChiSquare) and one.test.freedom for one in self.results
+        )
         has_greedy = any(one.check == "arg max" and one.num for one in self.results)
         reasons = {
             "no test of the tokens after the first has enough samples": not has_later,

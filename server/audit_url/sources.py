@@ -169,4 +169,3 @@ def _is_known(known: Mapping[int, float], prefix: Ids, sampling: SamplingParams)
 def has_cuts(sampling: SamplingParams) -> bool:
     """Return whether tokens are cut off by rank or probability."""
     return bool(sampling.top_k or sampling.min_p) or sampling.top_p < 1.0
-

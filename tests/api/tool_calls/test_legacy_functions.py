@@ -9,11 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.api.harness import MODEL, chat, data_of, in_process, over_loopback
-<<<<<<< HEAD:tests/api/tool_calls/test_legacy_functions.py
-from tests.api.tool_calls.test_tools import ARGUMENTS, TOOLS, URL, _engine, _prompt, written
-=======
-from tests.api.test_tools import _FRAGMENTS, ARGUMENTS, TOOLS, URL, _engine, _prompt, written
->>>>>>> w-laws:tests/api/test_legacy_functions.py
+from tests.api.tool_calls.test_tools import _FRAGMENTS, ARGUMENTS, TOOLS, URL, _engine, _prompt, written
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import calling
 

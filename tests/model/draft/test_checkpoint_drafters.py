@@ -21,10 +21,10 @@ from engine.draft.checkpoints.one_pass import DFlashDrafter
 from engine.draft.checkpoints.read import read_checkpoint
 from engine.draft.checkpoints.target_features import FeatureDrafter
 from engine.draft.drafter import FrontierNode, Proposal, TrimmedVocabulary
-from engine.draft.models.feature_pool import FeaturePool
 from engine.draft.models.drafter_segments import places_of_roots
-from engine.draft.text_and_model import CombinedDrafter
+from engine.draft.models.feature_pool import FeaturePool
 from engine.draft.text.text_cache import TextCache
+from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees import sampling as children
 from engine.draft.trees.grower import Growth
 from engine.engine import Engine
