@@ -24,8 +24,8 @@ from engine.core.types import ModelInfo, Request, RequestDefaults, SamplingParam
 from engine.core.verifier_table import require_exact
 from engine.draft.checkpoints.load import CheckpointDrafter, load_drafter
 from engine.draft.checkpoints.read import read_checkpoint
+from engine.draft.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.drafter import Drafter
-from engine.draft.models.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.early_exit import Lens, early_exit_drafter
 from engine.draft.models.head import DraftHead

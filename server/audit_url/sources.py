@@ -81,7 +81,7 @@ class ModelSource:
         """Return the one token with this text."""
         if not self._by_text:
             texts = [(self._tokenizer.decode([token_id]), token_id) for token_id in range(len(self._tokenizer))]
-            self._by_text = {text: token_id for text, token_id in texts}
+            self._by_text = dict(texts)
             counts: dict[str, int] = {}
             for text, _ in texts:
                 counts[text] = counts.get(text, 0) + 1

@@ -99,7 +99,7 @@ def _audit_url(parsed: argparse.Namespace) -> int:
         raise AuditError(f"--requests must be at least {LEAST_REQUESTS}")
     by_kind = read_prompts(parsed.prompts or AUDIT_PROMPTS, parsed.kinds, sys.maxsize)
     parsed.first_seed = secrets.randbits(30) if parsed.first_seed is None else parsed.first_seed
-    from server.audit_url.command import audit_url  # here, because it brings torch
+    from server.cli.audit_url import audit_url  # here, because it brings torch
 
     return audit_url([text for texts in by_kind.values() for text in texts], parsed)
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from engine.build import device_of, draft_dtype, load_prepared
 from engine.core.config import EngineConfig
-from engine.draft.models.compatibility import UnreadableDrafter, check_drafter
+from engine.draft.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.models.head import head_shape
 from engine.graph_setup import why_not_replayed
 from engine.memory_plan import GB, configuration_of, memory_need, memory_of, shortage

@@ -23,7 +23,7 @@ def add_check_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 
 def _check(parsed: argparse.Namespace) -> int:
     """Print the comparison; return 0 if the drafter fits, 1 if not or if a file cannot be read."""
-    from engine.draft.models.compatibility import (  # here, because they bring torch
+    from engine.draft.compatibility import (  # here, because they bring torch
         UnreadableDrafter,
         compare_checkpoint,
         compare_fingerprint,

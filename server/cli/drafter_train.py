@@ -234,7 +234,7 @@ def _made_with(parsed: argparse.Namespace, target: str, layers: Sequence[int]) -
 def _evaluate(parsed: argparse.Namespace) -> int:
     from engine.distill.corpus import generate_texts
     from engine.distill.evaluation import evaluate
-    from engine.draft.models.compatibility import UnreadableDrafter
+    from engine.draft.compatibility import UnreadableDrafter
     from engine.model.linear_backends import weight_of
 
     try:
@@ -260,7 +260,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
 def _head_of(target: Path, file: Path) -> "DraftHead":
     """Return a head, with a warning if it was made for other weights; raise ValueError if it cannot fit the target."""
-    from engine.draft.models.compatibility import compare_fingerprint
+    from engine.draft.compatibility import compare_fingerprint
     from engine.draft.models.head import DraftHead
 
     found = compare_fingerprint(target, file)

@@ -27,7 +27,7 @@ from engine.utils.rotary_table import RotaryTable
 
 
 class Eagle3Network(nn.Module):
-    """The head on its target's device. `linears` is a name of engine.model.linear_backends. Raise ValueError if it cannot be run."""
+    """The head on its target's device. `linears` is a name of engine.model.linear_backends. Raise ValueError if it cannot run."""
 
     def __init__(self, files: CheckpointFiles, shape: Eagle3Shape, target: CausalModel, linears: str, precision: str) -> None:
         super().__init__()

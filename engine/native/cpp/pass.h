@@ -109,7 +109,7 @@ struct Features {
   }
 };
 
-// Where slots lie in a head's part of the pools, in rows of the head's size.
+// Where slots are in a head's part of the pools, in rows of the head's size.
 struct Blocks {
   int64_t bits;  // a block has 2^bits slots
   int64_t gap;   // rows from a block's end to the next one's begin

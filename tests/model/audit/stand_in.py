@@ -1,4 +1,4 @@
-"""OpenAI-compatible servers of a few lines over a tiny model, sound ones and broken ones, for the audit of a server by its URL."""
+"""OpenAI-compatible servers of a few lines over a tiny model, sound and broken, for the audit of a server by its URL."""
 
 import contextlib
 import json

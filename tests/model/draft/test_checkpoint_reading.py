@@ -17,7 +17,7 @@ from engine.core.step_plan import Feeding
 from engine.draft.checkpoints.files import UnusableCheckpoint
 from engine.draft.checkpoints.read import Checkpoint, read_checkpoint
 from engine.draft.checkpoints.shapes import DFlashShape, Eagle3Shape, MedusaShape
-from engine.draft.models.compatibility import compare_checkpoint
+from engine.draft.compatibility import compare_checkpoint
 from engine.memory_plan import memory_need
 from engine.weights.facts import ModelFacts
 from tests.model.checkpoints import (

@@ -15,14 +15,14 @@ from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.step_plan import Feeding
 from engine.core.tree import Expansion
 from engine.core.types import Request, SamplingParams, Speculation
-from engine.draft.models import vocab_padding as padding
-from engine.draft.models.compatibility import (
+from engine.draft.compatibility import (
     Compatibility,
     UnreadableDrafter,
     compare_fingerprint,
     compare_models,
     recorded_fingerprint,
 )
+from engine.draft.models import vocab_padding as padding
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.early_exit import Lens
 from engine.draft.models.vocab_padding import RepaddedModel
