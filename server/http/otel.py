@@ -23,8 +23,10 @@ from server.http.request_trace import SampleTimes, current_trace
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
+    "/v1/messages": "chat",
     "/v1/completions": "text_completion",
     "/infill": "text_completion",
+    "/v1/fim/completions": "text_completion",
 }
 
 

@@ -47,6 +47,20 @@ async def test_a_request_has_one_span_and_its_samples_phases_lie_beneath(spans: 
     assert all(request.start_time <= span.start_time <= span.end_time <= request.end_time for span in phases)
 
 
+async def test_every_route_that_generates_is_traced():
+    """/v1/messages had no spans."""
+    from server.http import otel
+
+    async with in_process(FakeEngine()) as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    streamed = {
+        path
+        for path, methods in paths.items()
+        if "text/event-stream" in methods.get("post", {"responses": {}})["responses"].get("200", {}).get("content", {})
+    }
+    assert streamed == {*otel._OPERATIONS}
+
+
 async def test_failures_show(spans: InMemorySpanExporter):
     async with in_process(FakeEngine(fail_after=2), otlp_endpoint=ENDPOINT) as client:
         await client.post("/v1/completions", json=completion(max_tokens=7))

@@ -254,7 +254,7 @@ async def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek"])
-async def test_what_cannot_be_compiled_is_named_behind_a_block(kind: str):
+async def test_bad_grammars_are_named_behind_blocks(kind: str):
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
     function: dict[str, Any] = {"name": "f", "parameters": {"properties": {"x": {"not": {"type": "string"}}}}}
     tools = [{"type": "function", "function": function}]

@@ -179,6 +179,10 @@ BEGINNINGS: list[tuple[int, list[tuple[str, str]]]] = [
         ({"parallel_tool_calls": False}, "Let me see.", CALLS[:1], "tool_calls"),
         ({"max_tokens": len(calling().encode(TEXT.split(" 日")[0]))}, "Let me see.", [("weather", '{"place": "Oslo')], "length"),
         *(({"max_tokens": len(calling().encode(TEXT[:at]))}, "Let me see.", calls, "length") for at, calls in BEGINNINGS),
+        (
+            {"max_tokens": len(calling().encode(TEXT.split(', "arg')[0])), "parallel_tool_calls": False},
+            *("Let me see.", [("weather", "")], "length"),
+        ),
         ({"max_tokens": len(calling().encode(TEXT.split("_call>")[0]))}, "Let me see.\n<tool", [], "length"),
         ({"stop": ["e"]}, "L", [], "stop"),
         ({"stop": ["} b"]}, "Let me see.", [CALLS[0], ("weather", '{"place": "a ')], "tool_calls"),

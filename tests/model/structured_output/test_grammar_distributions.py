@@ -220,7 +220,7 @@ def test_texts_behind_blocks_have_the_masked_distribution(name, verifier, expans
     assert name != "stopped" or (False, True, True) in ends, "stopped inside a block"
 
 
-def test_a_block_that_is_masked_as_its_root_is_noticed(monkeypatch):
+def test_blocks_masked_like_roots_are_noticed(monkeypatch):
     monkeypatch.setattr(Row, "sampling_context", every_node_is_masked_like_the_root)
     found = counts("traversal", Expansion(0, 3, 2), WITH_BLOCK)
     assert worst_z_of_beginnings([*found.elements()], target_distribution(WITH_BLOCK)) > FAILS_ABOVE
