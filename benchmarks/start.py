@@ -84,7 +84,7 @@ def main() -> None:
                 words = ["serve", "--model", args.model, *(f"--{name}={value}" for name, value in args.set), "--port"]
                 program = _program(Path(folder) / f"latebranch-{checkout.name}", checkout)
                 own = {"PYTHONPATH": str(checkout), "LATEBRANCH_CACHE": str(cache)}
-                name = "this checkout" if checkout == _HERE else checkout.name
+                name = _name_of(checkout)
                 subject = Subject(name, (sys.executable, str(program), *words), own, "/live", "/ready")
                 foreign = ForeignCpu(lambda: sum(os.times()[:4]))
                 found = measured(subject)
@@ -94,10 +94,14 @@ def main() -> None:
             if model.gguf is not None and setup.is_set_up("llama.cpp") and not args.first and number:
                 command = (str(setup.llama_program("llama-server")), "--model", str(model.gguf), "--ctx-size", "8192", "--port")
                 starts["llama-server"].append(measured(Subject("llama-server", command, {}, "/health", "/health")))
-    print(_report(starts, checkouts[0].name))
+    print(_report(starts, _name_of(checkouts[0])))
     settings = " ".join(f"{name}={value}" for name, value in args.set)
     print(f"{args.model} {settings}; {args.rounds} rounds; others used {statistics.median(foreign_cpus):.1f} processors")
     print(json.dumps({name: [vars_of(one) for one in found] for name, found in starts.items()}))
+
+
+def _name_of(checkout: Path) -> str:
+    return "this checkout" if checkout == _HERE else checkout.name
 
 
 def _program(file: Path, checkout: Path) -> Path:
@@ -222,6 +226,8 @@ def _report(starts: Mapping[str, Sequence[Start]], base: str) -> str:
     rows.append(["memory, MiB", *map(_cell, totals.values())])
     fronts = [[next(iter(start.bytes.values()), 0) / _MIB for start in found] for found in starts.values()]
     rows.append(["front end, MiB", *map(_cell, fronts)])
+    if len(starts) == 1:
+        return table(["", *starts], rows)
     ready = {name: [start.seconds["/ready"] for start in found] for name, found in starts.items()}
     rows.append([f"/ready over {base}", *(_ratio(found, ready[base]) for found in ready.values())])
     used = {name: [start.cpu_s for start in found] for name, found in starts.items()}

@@ -76,7 +76,7 @@ def build_engine(
 ) -> Engine:
     """Load everything and return an engine that is ready to step. Takes seconds to a minute.
 
-    `adaptive` creates the policy of that name, which is not part of the engine. `models` caches loaded models, so that engines of
+    `adaptive` creates the policies that are not part of the engine. `models` caches loaded models, so that engines of
     the same number format and device can share weights. `load` is by default `load_whole`. Raises BadConfiguration, or what
     engine.weights raises.
     """
@@ -133,7 +133,7 @@ def build_engine(
         engine.add_observer(_file_tracer(Path(config.trace_file), info))
     if info.rounds_by_width:
         _logger.warning("bfloat16 rounds wide and narrow passes differently: near ties can be decided differently")
-    _logger.info("%s in %s on %s, drafter %s, policy %s", info.name, info.dtype, info.device, info.drafter, info.policy)
+    _logger.info("%s in %s on %s; drafter: %s; tree policy: %s", info.name, info.dtype, info.device, info.drafter, info.policy)
     _logger.debug("engine ready: %s", info)
     return engine
 
@@ -382,10 +382,9 @@ def _policy(
         return PlainDecoding()
     if config.policy == "fixed":
         return FixedExpansion(config.expansion)
-    if config.policy == "adaptive" and adaptive is not None:
+    if adaptive is not None:
         try:
             return _with_runs(CachedChoice(adaptive(config, rig, roots)), config, drafter)
-        except ValueError as error:  # the selector was trained for other models or trees
+        except ValueError as error:  # no such policy, or its network was trained for other models or trees
             raise BadConfiguration(str(error)) from error
-    known = "plain, fixed" if adaptive is None else "plain, fixed, adaptive"
-    raise BadConfiguration(f"unknown policy {config.policy!r}; known: {known}")
+    raise BadConfiguration(f"unknown policy {config.policy!r}; known: plain, fixed")

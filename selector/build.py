@@ -27,7 +27,12 @@ class UnusableSelector(ValueError):
 
 
 def adaptive_policy(config: EngineConfig, bench: Bench, roots: RootSource) -> ExpansionPolicy:
-    """Return the policy of this configuration, with cached costs or costs measured on `bench`; raise UnusableSelector."""
+    """Return the policy of this configuration, with cached costs or costs measured on `bench`.
+
+    Raises UnusableSelector, or ValueError for the name of another policy.
+    """
+    if config.policy != "adaptive":
+        raise ValueError(f"unknown policy {config.policy!r}; known: plain, fixed, adaptive")
     menu = menu_for_all(config.expansion, config.verifier, config.largest_expansion)
     estimator, costs = estimator_of(config, menu, roots), profiled_costs(bench, config.is_restart)
     policy = AdaptiveExpansion(menu, estimator, costs, fed_only_share=bench.fed_only_share)

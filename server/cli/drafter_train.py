@@ -176,10 +176,6 @@ def _complete(parsed: argparse.Namespace) -> None:
         raise ValueError(f"a head that is gone on with keeps its sizes: leave out --{kept[0].replace('_', '-')}")
     if parsed.tokens_per_update is None:
         parsed.tokens_per_update = parsed.tokens_per_pass
-    counts = ("batch", "num_prompts", "max_tokens", "threads", "epochs", "tokens_per_pass", "tokens_per_update")
-    for name in (*counts, "head_layers", "intermediate"):
-        if getattr(parsed, name) is not None and getattr(parsed, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(parsed, name)}")
     if parsed.tokens_per_update > parsed.tokens_per_pass and parsed.tokens_per_update % parsed.tokens_per_pass:
         raise ValueError(
             f"--tokens-per-update must be up to {parsed.tokens_per_pass}, or a multiple of it, not {parsed.tokens_per_update}"
@@ -187,8 +183,6 @@ def _complete(parsed: argparse.Namespace) -> None:
     parsed.tokens_per_pass = min(parsed.tokens_per_pass, parsed.tokens_per_update)
     if len({path.resolve() for path in parsed.prompt_grammar}) < len(parsed.prompt_grammar):
         raise ValueError("--prompt-grammar names one file twice: what is learnt would be measured on")
-    if parsed.vocab is not None and parsed.vocab < 1:
-        raise ValueError(f"--vocab must be at least 1, not {parsed.vocab}")
     if parsed.out.is_dir() or not parsed.out.resolve().parent.is_dir() or parsed.out.suffix in (".jsonl", ".png"):
         raise ValueError(f"{parsed.out} cannot be written: there is no such folder, it is one, or the curve has that name")
     if parsed.begin_with and parsed.begin_with.resolve() == parsed.out.resolve():

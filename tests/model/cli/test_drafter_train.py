@@ -81,15 +81,10 @@ def test_what_cannot_be_made_is_refused_in_words(made, capsys):
     assert "multiple of 192" in capsys.readouterr().err
     where = ["--work", str(work / "nothing"), "--out", str(work / "other.safetensors")]
     for setting, words in (
-        (["--max-tokens", "0"], "--max-tokens must be at least 1"),
-        (["--vocab", "0"], "--vocab must be at least 1"),
-        (["--epochs", "0"], "--epochs must be at least 1"),
-        (["--head-layers", "0"], "--head-layers must be at least 1"),
         (["--rate", "-0.01"], "--rate must be above 0"),
         (["--rate", "nan"], "--rate must be above 0"),
         (["--refusal-weight", "1.5"], "from 0 to 1"),
         (["--prompt-grammar", str(work / "head.safetensors")], "is no grammar"),
-        (["--tokens-per-pass", "0"], "--tokens-per-pass must be at least 1"),
         (["--tokens-per-pass", "3000", "--tokens-per-update", "8000"], "up to 3000, or a multiple of it"),
         (["--prompt-grammar", str(work / "grammar.yaml"), str(work / "grammar.yaml")], "names one file twice"),
         (["--weights", "prose=1,poem=2"], "kinds of prompts that there are not: poem"),

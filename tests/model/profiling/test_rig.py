@@ -156,7 +156,7 @@ def test_the_policy_knows_what_a_token_costs_that_its_drafter_is_merely_fed(draf
     monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)
     engine = head_engine(random_head()) if drafter == "head" else engine_and_rig(drafter)[0]
     rig = StepTimer(engine.info, LIMITS, engine.target, engine.drafter)
-    guarded = adaptive_policy(EngineConfig("tiny", expansion=Expansion(4, 1, 0)), rig, engine.roots)
+    guarded = adaptive_policy(EngineConfig("tiny", policy="adaptive", expansion=Expansion(4, 1, 0)), rig, engine.roots)
     share = drafter_of(engine).fed_only_share if drafter == "head" else 1.0
     assert isinstance(guarded, GuardedPolicy)
     assert isinstance(guarded._policy, AdaptiveExpansion)
@@ -170,7 +170,9 @@ def test_the_adaptive_policy_changes_no_text(drafter, tmp_path: Path, monkeypatc
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)
     _, rig = engine_and_rig(drafter)
-    policy = adaptive_policy(EngineConfig("tiny", expansion=Expansion(4, 1, 0)), rig, RootFeatures(model("llama"), None))
+    policy = adaptive_policy(
+        EngineConfig("tiny", policy="adaptive", expansion=Expansion(4, 1, 0)), rig, RootFeatures(model("llama"), None)
+    )
     drafts = TextDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]
     engine = tiny_engine(model("llama"), drafts, policy, config=LIMITS)
     requests = [

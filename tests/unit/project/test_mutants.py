@@ -33,6 +33,7 @@ def test_an_ambiguous_search_text_is_refused():
             mutated(text, Mutant("p", "f", "a", "b", "t"))
 
 
+@pytest.mark.slow
 def test_a_survivor_is_reported(tmp_path: Path):
     (tmp_path / "limited.py").write_text("LIMIT = 1\n")
     (tmp_path / "test_limited.py").write_text("from limited import LIMIT\n\ndef test_it():\n    assert LIMIT < 3\n")
