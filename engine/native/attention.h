@@ -113,7 +113,7 @@ struct Rows {
 
   const Cached* operator[](int64_t k) const { return first + slots[k] * size; }
   template <_mm_hint kHint>
-  void fetch(int64_t k) const {
+  LATEBRANCH_INLINE void fetch(int64_t k) const {
     const Cached* row = (*this)[k];
     for (int64_t d = 0; d < size; d += 64 / sizeof(Cached))
       _mm_prefetch((const char*)(row + d), kHint);
@@ -262,7 +262,7 @@ class Attention {
       const int64_t count = std::min(kKeys, common - k);
       for (int64_t i = 0; i < count; i += kLanes) {
         const int64_t ahead = std::min(k + i + kKeys, num_keys - kLanes);
-        transpose<Terms>(keys, terms, k + i, kLanes, block_.data() + i, [=](int64_t r, int64_t d) {
+        transpose<Terms>(keys, terms, k + i, kLanes, block_.data() + i, [=](int64_t r, int64_t d) LATEBRANCH_INLINED {
           _mm_prefetch((const char*)(keys[ahead + r] + d), _MM_HINT_T0);
           _mm_prefetch((const char*)(values[k + i + r] + d), _MM_HINT_T1);
         });
