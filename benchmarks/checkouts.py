@@ -6,9 +6,10 @@
 In each round every checkout has a process of its own, this one last: where a process's memory is stored is luck, and moves its
 passes by some hundredths. The processes take turns pass by pass, so that what else happens on the machine meets them alike. A
 pass feeds so many tokens after a context and returns all their logits; with `--head FILE` it is one of that draft head in int8,
-which computes the last of them, and packing its tokens counts. Prints how many times as fast this checkout is as each of
-the others: in a round the median over its turns, then the median over rounds with the lowest and the highest; the last line is
-JSON.
+which computes the last of them, and packing its tokens counts. With `--chunks` a pass is a chunk of a prompt: it
+returns the last token's logits, its context is not computed, and processor time counts. Prints how many times as fast this
+checkout is as each of the others: in a round the median over its turns, then the median over rounds with the lowest and the
+highest; the last line is JSON.
 """
 
 import argparse
@@ -28,6 +29,8 @@ import torch
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
 from benchmarks.markdown import table
 from benchmarks.precision import timed_pass
+from engine.attention.packing import pack
+from engine.attention.segments import chain_segment
 from engine.core.step_plan import Row
 from engine.core.tree import PLAIN, ROOT
 from engine.core.types import SamplingParams
@@ -132,6 +135,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--precision", default="compact")
     parser.add_argument("--head", type=Path, help="a draft head of the model, whose passes are timed and not the model's")
+    parser.add_argument("--chunks", action="store_true", help="time chunks of prompts, in processor time")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256])
     parser.add_argument("--rounds", type=int, default=3)
@@ -145,7 +149,7 @@ def _measure(args: argparse.Namespace) -> None:
     """Time passes of this process, one for each line of input: its context and its tokens."""
     torch.set_num_threads(args.threads)
     model = load_model(resolve(args.model).folder, args.precision, _CPU, "native")
-    timed = _feeds(model, args) if args.head else _passes(model, args)
+    timed = _feeds(model, args) if args.head else _chunks(model, args) if args.chunks else _passes(model, args)
     print("ready", flush=True)
     for line in sys.stdin:
         context, width = map(int, line.split())
@@ -158,6 +162,20 @@ def _passes(model: CausalModel, args: argparse.Namespace) -> Callable[[int, int]
     for context, cache in caches.items():
         timed_pass(model, cache, 0, context)
     return lambda context, width: timed_pass(model, caches[context], context, width)
+
+
+def _chunks(model: CausalModel, args: argparse.Namespace) -> Callable[[int, int], float]:
+    """Return what times a chunk of a prompt. Keys and values before it are zeros, which changes no work."""
+    cache = KVCache(max(args.contexts) + max(args.widths), _CPU)
+
+    def timed(context: int, width: int) -> float:
+        ids = [(97 * place + 11) % model.vocab_size for place in range(width)]
+        batch = pack([chain_segment(ids, context, range(context + width))], _CPU)
+        start = time.process_time()
+        model.forward(batch, cache, torch.tensor([width - 1]))
+        return time.process_time() - start
+
+    return timed
 
 
 def _feeds(model: CausalModel, args: argparse.Namespace) -> Callable[[int, int], float]:

@@ -55,7 +55,8 @@ struct Segments {
 struct Left {
   Mask first, second;
   Left(int64_t size, int64_t d)
-      : first(lanes_left(std::max<int64_t>(0, size - d))), second(lanes_left(std::max<int64_t>(0, size - d - kLanes))) {}
+      : first(lanes_left(std::max<int64_t>(0, size - d))),
+        second(lanes_left(std::max<int64_t>(0, size - d - kLanes))) {}
 };
 
 // Numbers that are multiplied together: one float32, or one float16 as float32.
@@ -113,7 +114,7 @@ struct Rows {
 
   const Cached* operator[](int64_t k) const { return first + slots[k] * size; }
   template <_mm_hint kHint>
-  void fetch(int64_t k) const {
+  LATEBRANCH_INLINE void fetch(int64_t k) const {
     const Cached* row = (*this)[k];
     for (int64_t d = 0; d < size; d += 64 / sizeof(Cached))
       _mm_prefetch((const char*)(row + d), kHint);
@@ -164,12 +165,12 @@ class Attention {
   }
 
  private:
-  static constexpr int64_t kTokensByKey = 16;   // tokens that share transposed keys
-  static constexpr int64_t kTogether = 4;       // heads that read a key or value together
-  static constexpr int64_t kKeys = 2 * kLanes;  // keys that are read at a time
-  static constexpr int64_t kFewestKept = 4;     // tokens from which on terms of common values are computed once
+  static constexpr int64_t kTokensByKey = 16;    // tokens that share transposed keys
+  static constexpr int64_t kTogether = 4;        // heads that read a key or value together
+  static constexpr int64_t kKeys = 2 * kLanes;   // keys that are read at a time
+  static constexpr int64_t kFewestKept = 4;      // tokens from which on terms of common values are computed once
   static constexpr float kLeastTop = -0x1p100f;  // below all scores
-  static constexpr int64_t kAhead = 16;         // values between prefetch and use: slots are scattered
+  static constexpr int64_t kAhead = 16;          // values between prefetch and use: slots are scattered
 
   // The arguments of `run`, and the ranges of keys that follow from them.
   template <typename Terms>
@@ -262,7 +263,7 @@ class Attention {
       const int64_t count = std::min(kKeys, common - k);
       for (int64_t i = 0; i < count; i += kLanes) {
         const int64_t ahead = std::min(k + i + kKeys, num_keys - kLanes);
-        transpose<Terms>(keys, terms, k + i, kLanes, block_.data() + i, [=](int64_t r, int64_t d) {
+        transpose<Terms>(keys, terms, k + i, kLanes, block_.data() + i, [=](int64_t r, int64_t d) LATEBRANCH_INLINED {
           _mm_prefetch((const char*)(keys[ahead + r] + d), _MM_HINT_T0);
           _mm_prefetch((const char*)(values[k + i + r] + d), _MM_HINT_T1);
         });
@@ -531,8 +532,8 @@ class Attention {
   // In lanes: a row is a token and a head, and the lane of a vector
 
   static constexpr int64_t kFewestRows = 24;
-  static constexpr int64_t kMostVectors = 3;  // of rows that read a key or value together
-  static constexpr int kKeysAtOnce = kNumRegisters == 32 ? 4 : 2;    // so that all sums are in registers
+  static constexpr int64_t kMostVectors = 3;                       // of rows that read a key or value together
+  static constexpr int kKeysAtOnce = kNumRegisters == 32 ? 4 : 2;  // so that all sums are in registers
   static constexpr int kRowsAtOnce = 4;
   static constexpr int kValuesAtOnce = kNumRegisters == 32 ? 4 : 2;  // registers of a value
   static constexpr int64_t kStride = kValuesAtOnce * kRegister;
@@ -811,8 +812,9 @@ class Attention {
       gather_terms<Terms, kRowsAtOnce>(values_.data() + d, padded_, common, false, weights, stride, sums + d);
     for (int64_t r = 0; r < kRowsAtOnce; r++)
       for (int64_t d = 0; common * kNumbers < seen(r) && d < padded_; d += kStride)
-        gather_terms<Terms, 1>(values_.data() + common * padded_ + d, padded_, (seen(r) + kNumbers - 1) / kNumbers - common,
-                               seen(r) % kNumbers != 0, weights + common * stride + r, stride, sums + r * padded_ + d);
+        gather_terms<Terms, 1>(values_.data() + common * padded_ + d, padded_,
+                               (seen(r) + kNumbers - 1) / kNumbers - common, seen(r) % kNumbers != 0,
+                               weights + common * stride + r, stride, sums + r * padded_ + d);
   }
 
   // Add `count` weighted terms of values [terms, padded] to sums [R, padded]. `is_half`: the last term has one key.
@@ -842,7 +844,7 @@ class Attention {
         store_register(sums + r * padded + v * kRegister, sum[r][v]);
   }
 
-  int64_t width_ = 0;   // of a query's scores
+  int64_t width_ = 0;                    // of a query's scores
   int64_t padded_ = 0, key_stride_ = 0;  // numbers of a kept value, and of a kept key
   const float* key_rows_[kKeys] = {};
   std::vector<float> scores_, block_, keys_, values_, query_terms_, shares_, sums_, totals_, tops_;

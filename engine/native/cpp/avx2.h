@@ -254,15 +254,16 @@ inline void transpose(Floats (&r)[16]) {
 inline bool has_pair_products() { return false; }
 
 inline __m256i nearest_halves(Register v) {
-  const __m256i bits = _mm256_castps_si256(v), is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i bits = _mm256_castps_si256(v),
+                is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), is_odd);
   const __m256i nan = _mm256_set1_epi32(0x7FC00000), where = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
   return _mm256_blendv_epi8(rounded, nan, where);
 }
 
 inline Register pairs_of(Register first, Register second) {
-  const __m256i halves = _mm256_packus_epi32(_mm256_srli_epi32(nearest_halves(first), 16),
-                                             _mm256_srli_epi32(nearest_halves(second), 16));
+  const __m256i halves =
+      _mm256_packus_epi32(_mm256_srli_epi32(nearest_halves(first), 16), _mm256_srli_epi32(nearest_halves(second), 16));
   return _mm256_castsi256_ps(_mm256_permute4x64_epi64(halves, 0xD8));
 }
 template <bool kHardware>

@@ -150,7 +150,8 @@ inline Floats pairs_of(Floats first, Floats second) {
 template <bool kHardware>
 inline Register joined_pairs(Register even, Register odd) {
   if constexpr (kHardware) {
-    const __m512i order = _mm512_or_si512(ascending32(), _mm512_slli_epi32(_mm512_add_epi32(ascending32(), spread32(16)), 16));
+    const __m512i order =
+        _mm512_or_si512(ascending32(), _mm512_slli_epi32(_mm512_add_epi32(ascending32(), spread32(16)), 16));
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, _mm512_castps_si512(pairs_of<true>(even, odd))));
   }
   return _mm512_castsi512_ps(

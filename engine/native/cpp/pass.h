@@ -485,8 +485,9 @@ class Run {
     const Heads heads{d_.num_heads, d_.num_kv_heads, d_.head_size, p_.head_stride, d_.scaling, layer.window};
     worker.each(spans.size() * d_.num_kv_heads, [&](int64_t task) {
       const Span span = spans[task / d_.num_kv_heads];
-      s_.attention[worker.id].template run<Terms>(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.begin, span.end,
-                                  p_.positions, keys, values, s_.qkv.data(), row_, s_.attended.data());
+      s_.attention[worker.id].template run<Terms>(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.begin,
+                                                  span.end, p_.positions, keys, values, s_.qkv.data(), row_,
+                                                  s_.attended.data());
     });
     const ActiveRows active =
         is_trimmed ? ActiveRows{s_.last.data(), (int64_t)last_.size()} : ActiveRows{s_.x.data(), p_.num_tokens};

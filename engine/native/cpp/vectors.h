@@ -17,7 +17,9 @@
 #include <cstring>
 
 // For functions with arrays of registers as arguments: these stay in registers only if the function is inlined.
-#define LATEBRANCH_INLINE inline __attribute__((always_inline))
+// So do functions that only prefetch: GCC removes calls of functions without effects.
+#define LATEBRANCH_INLINED __attribute__((always_inline))
+#define LATEBRANCH_INLINE inline LATEBRANCH_INLINED
 
 // Sums stay in registers only if every loop over them is unrolled.
 #define LATEBRANCH_UNROLLED_FOR(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)

@@ -86,6 +86,41 @@ def test_the_comparison_sees_rows_that_round_with_their_neighbours():
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("factor", [4.0, -6.0])
+def test_prompts_of_large_scores_keep_bits(factor, precision):
+    """Bug: sums of earlier keys were not rescaled when a later block of keys had a row's largest score."""
+    module = tiny_module("qwen3")
+    for layer in module.model.layers:
+        layer.self_attn.q_norm.weight.data *= factor
+    target = adopt(with_weights(module, weights_dtype(precision)), CPU, NATIVE, precision)
+    together = target.forward(chunk(200), KVCache(200, CPU), torch.arange(200))
+    assert torch.equal(together, alone(target, TEXT[:200]))
+
+
+@pytest.mark.parametrize("place", [40, 41])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_broken_tokens_spare_earlier_prompt_tokens(precision, place):
+    """Bug: a value that is NaN reached tokens before it, as the unseen half of a pair or of a block of keys."""
+    module = tiny_module("qwen2")
+    module.get_input_embeddings().weight.data[7] = math.nan
+    target = adopt(module, CPU, NATIVE, precision)
+    text = [1 if token == 7 else token for token in TEXT[:70]]
+    text[place] = 7
+    logits_TV = target.forward(pack([chain_segment(text, 0, range(70))], CPU), KVCache(70, CPU), torch.arange(70))
+    assert torch.equal(logits_TV[:place], alone(target, text[:place]))
+    assert logits_TV[place:].isnan().all()
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_prompts_in_float32_are_near_float64(family):
+    """The sums of a prompt's attention are as precise as float32 allows."""
+    with torch.inference_mode():
+        exact_TV = tiny_module(family).double()(input_ids=torch.tensor([TEXT[:200]])).logits[0]
+    found_TV = native(family).forward(chunk(200), KVCache(200, CPU), torch.arange(200))
+    assert float((found_TV - exact_TV).abs().max() / exact_TV.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_tokens", [7, 97, 200])
 def test_chunks_of_any_length_have_the_bits_of_their_tokens(num_tokens, precision):
     """Below and above a panel's rows."""
