@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.kv_cache.canary import Canary, NoCanary
 from engine.utils import huge_pages
 
-BLOCK_BITS = 6
-_BLOCK_SLOTS = 1 << BLOCK_BITS  # a head's keys of a block are kilobytes, and a block of a small model is less than a huge page
+BLOCK_BITS = 9
+_BLOCK_SLOTS = 1 << BLOCK_BITS  # fewer: reading a head's keys would begin anew too often for the processor's prefetching
 
 Pools = tuple[Float[Tensor, "N B H K"], Float[Tensor, "N B H K"]]  # a layer's keys and values: slot s is at [s // B, s % B]
 
@@ -23,8 +23,8 @@ class KVCache:
 
     The library's passes get all layers in blocks of slots, so that the huge pages of a short text are few and full:
 
-        slots 0 to 63     layer 0: keys [H, B, K], values [H, B, K] | layer 1: keys, values | ...
-        slots 64 to 127   layer 0: keys [H, B, K], values [H, B, K] | layer 1: keys, values | ...
+        slots 0 to 511      layer 0: keys [H, B, K], values [H, B, K] | layer 1: keys, values | ...
+        slots 512 to 1023   layer 0: keys [H, B, K], values [H, B, K] | layer 1: keys, values | ...
 
     Torch gets one block for each layer. On a CPU a head's keys of a block are contiguous, because each head is read separately;
     on a GPU those of a slot are. Padding tokens write to `dummy_slot`, the last one, which is never read.
