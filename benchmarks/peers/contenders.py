@@ -22,7 +22,7 @@ _GGUF_BITS = {  # the file as it came, and requantised from it
         "Q8_0": 8.5,
         "IQ4_K": 4.5,
         "Q4_0_R8": 4.5,
-    },  # Q4_1 as it came it reads wrongly (findings/ik_llama_prompts.sh)
+    },  # not Q4_1: findings/ik_llama_prompts.sh
 }
 _ADAPTERS = "benchmarks.peers.adapters"
 
