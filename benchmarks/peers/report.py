@@ -100,7 +100,7 @@ def _table(contenders: Mapping[str, Rounds], columns: Sequence[str]) -> str:
 def _ratios_table(
     sections: Sequence[tuple[Section, Mapping[str, Rounds]]], ours: Sequence[str]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of one table for all sections; of two of ours the ratio is that of the first by name over the other."""
+    """Return head and rows of one table for all sections; of two of ours only the first by name is over the other."""
     columns = _columns(dict.fromkeys(name for _, contenders in sections for name in contenders), ours)
     rows = []
     for (concurrency, temperature, kind), contenders in sections:
