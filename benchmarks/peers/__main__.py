@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.foreign import MAX_FOREIGN_CPUS
 from benchmarks.peers.contenders import PRECISIONS, Subject, contenders_of, those_ready
 from benchmarks.peers.measure import Design, Measurement, Prompt
-from benchmarks.peers.report import report
+from benchmarks.peers.report import report, write_ratios
 from benchmarks.peers.setup import PEERS, PINS, SetupError, convert, set_up
 from benchmarks.peers.stable import Stable
 from engine.core.tree import parse_expansion
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     make = commands.add_parser("report", help="print the tables of a file of measurements")
     make.add_argument("file", type=Path)
     make.add_argument("--short", action="store_true", help="two tables for all blocks, of ratios and of the rest")
+    make.add_argument("--csv", action="store_true", help="the ratios alone, as benchmarks/results/ has them")
     make.add_argument("--ours", nargs="*", default=[], metavar="NAME", help="of ours whose ratios are told; by default all")
     for command in (run, make):
         command.add_argument(
@@ -88,6 +89,9 @@ def _setup(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
+    if args.csv:
+        write_ratios(args.file, args.max_foreign, args.ours, sys.stdout)
+        return
     print(report(args.file, args.max_foreign, args.ours, args.short))
 
 

@@ -18,7 +18,11 @@ _GIB = 2**30
 _LIBRARIES_BYTES = _GIB // 2  # what a process holds beside weights and cache, roughly
 _GGUF_BITS = {  # the file as it came, and requantised from it
     "llama.cpp": {"shipped": 5.0, "Q8_0": 8.5, "BF16": 16.0},
-    "ik_llama.cpp": {"shipped": 5.0, "Q8_0": 8.5, "IQ4_K": 4.5, "Q4_0_R8": 4.5},
+    "ik_llama.cpp": {
+        "Q8_0": 8.5,
+        "IQ4_K": 4.5,
+        "Q4_0_R8": 4.5,
+    },  # not Q4_1: findings/ik_llama_prompts.sh
 }
 _ADAPTERS = "benchmarks.peers.adapters"
 

@@ -4,12 +4,13 @@ A ratio is one of ours over another contender in tokens a second, in the same bl
 others used the processors is left out, and with it the ratios it would be part of.
 """
 
+import csv
 import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks.markdown import table
 
@@ -26,18 +27,32 @@ def report(path: Path, max_foreign_cpus: float, ours: Sequence[str] = (), is_sho
 
     The short one has two tables for all of them: ratios alone, and what is not a ratio by contender.
     """
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    runs = [line for line in lines if line["type"] == "run"]
-    quiet = [line for line in runs if (line["foreign_cpus"] or 0.0) <= max_foreign_cpus]
+    lines, runs, quiet = _read(path, max_foreign_cpus)
     parts = [_preface(lines, len(runs), len(quiet), max_foreign_cpus)]
     sections = sorted(_sections(quiet).items())
     if is_short:
-        return "\n\n".join([*parts, _ratios_table(sections, ours), _medians_table(sections)])
+        return "\n\n".join([*parts, table(*_ratios_table(sections, ours)), _medians_table(sections)])
     for (concurrency, temperature, kind), contenders in sections:
         columns = _columns(contenders, ours)
         heading = f"### {concurrency} at a time, temperature {temperature:g}, {kind}"
         parts.append(f"{heading}\n\n{_table(contenders, columns)}")
     return "\n\n".join(parts)
+
+
+def write_ratios(path: Path, max_foreign_cpus: float, ours: Sequence[str], to: TextIO) -> None:
+    """Write the short report's ratios as CSV, with a column that names the model."""
+    lines, _, quiet = _read(path, max_foreign_cpus)
+    head, rows = _ratios_table(sorted(_sections(quiet).items()), ours)
+    model = next(line["model"] for line in lines if line["type"] == "header")
+    writer = csv.writer(to, lineterminator="\n")
+    writer.writerows([["model", *head], *([model, *row] for row in rows)])
+
+
+def _read(path: Path, max_foreign_cpus: float) -> tuple[list[Line], list[Line], list[Line]]:
+    """Return all lines of a file, those of measurements, and those of measurements that others did not disturb."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    runs = [line for line in lines if line["type"] == "run"]
+    return lines, runs, [line for line in runs if (line["foreign_cpus"] or 0.0) <= max_foreign_cpus]
 
 
 def _columns(contenders: Iterable[str], ours: Sequence[str]) -> list[str]:
@@ -82,8 +97,10 @@ def _table(contenders: Mapping[str, Rounds], columns: Sequence[str]) -> str:
     return table(heads, rows)
 
 
-def _ratios_table(sections: Sequence[tuple[Section, Mapping[str, Rounds]]], ours: Sequence[str]) -> str:
-    """Return one table for all sections; of two of ours the ratio is told once, of the first by name over the other."""
+def _ratios_table(
+    sections: Sequence[tuple[Section, Mapping[str, Rounds]]], ours: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of one table for all sections; of two of ours only the first by name is over the other."""
     columns = _columns(dict.fromkeys(name for _, contenders in sections for name in contenders), ours)
     rows = []
     for (concurrency, temperature, kind), contenders in sections:
@@ -92,7 +109,7 @@ def _ratios_table(sections: Sequence[tuple[Section, Mapping[str, Rounds]]], ours
             cells = [_ratio_cell(ratios(contenders.get(column, {}), rounds)) if column in told else "" for column in columns]
             if told:
                 rows.append([str(concurrency), f"{temperature:g}", kind, peer, *cells])
-    return table(["at a time", "T", "kind", "peer", *(f"{name.removeprefix(OURS + '.')} over it" for name in columns)], rows)
+    return ["at a time", "T", "kind", "peer", *(f"{name.removeprefix(OURS + '.')} over it" for name in columns)], rows
 
 
 def _medians_table(sections: Sequence[tuple[Section, Mapping[str, Rounds]]]) -> str:

@@ -1,5 +1,6 @@
 """The comparison with other engines, without them: who takes part, what is loaded at a time, rounds and blocks, the tables."""
 
+import csv
 import io
 import json
 import tarfile
@@ -17,7 +18,7 @@ from benchmarks.peers.contenders import Contender, Subject, contenders_of, those
 from benchmarks.peers.jobs import Answer, Answers, Job, JobFailed
 from benchmarks.peers.measure import MIXED, Design, Measurement, blocks_of
 from benchmarks.peers.processes import Launch, PeerDied
-from benchmarks.peers.report import report
+from benchmarks.peers.report import report, write_ratios
 from benchmarks.peers.setup import PEERS
 from benchmarks.peers.stable import Stable
 from engine.core.tree import parse_expansion
@@ -397,6 +398,10 @@ def test_the_short_report_tells_each_ratio_once(tmp_path: Path):
     }
     figures = {row.split("|")[2].strip(): row.split("|")[3].strip() for row in tables[2].splitlines()[2:]}
     assert figures == {"latebranch.int8.adaptive": "30.0", "latebranch.int8.plain": "20.0", "llama.cpp": "10.0"}
+    path.write_text("\n".join(map(json.dumps, [{"type": "header", "model": "small"}, *lines])))
+    text = io.StringIO()
+    write_ratios(path, 0.2, (), text)
+    assert list(csv.reader(text.getvalue().splitlines())) == [["model", *rows[0]], *(["small", *row] for row in rows[2:])]
 
 
 def test_setup_installs_those_that_are_named_or_all(monkeypatch):
