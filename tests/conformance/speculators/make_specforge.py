@@ -1,6 +1,6 @@
 """Makes the checkpoint of SpecForge beside this file, as make.py does those of speculators: a flat configuration, `midlayer`.
 
-    v/bin/pip install --no-deps specforge==0.2.0 && v/bin/python make_specforge.py
+v/bin/pip install --no-deps specforge==0.2.0 && v/bin/python make_specforge.py
 """
 
 import json
