@@ -135,6 +135,19 @@ def test_eagle3_logits_equal_speculators(name, linears):
     assert eagle3_error(name, linears) < EXACT
 
 
+@torch.inference_mode()
+def test_eagle3_logits_equal_specforge():
+    """A flat configuration, `midlayer`, and layers numbered by their outputs."""
+    checkpoint, expected = made("specforge-eagle3")
+    assert isinstance(checkpoint.shape, Eagle3Shape)
+    assert checkpoint.shape.after == (1, 2, 3)
+    assert not checkpoint.warnings
+    chain = Chain(checkpoint, expected, "plain")
+    features = chain.network.features([*expected["states"].unbind(1)])
+    logits, _ = chain.fed(features, expected["ids"].tolist(), 0)
+    assert float((logits - expected["logits.0"]).abs().max()) < EXACT
+
+
 @pytest.mark.parametrize("linears", LINEARS)
 @pytest.mark.parametrize("name", DFLASH)
 def test_dflash_logits_equal_speculators(name, linears):

@@ -213,6 +213,8 @@ REFUSED = {
     ("flat dflash", inside("dflash_config", attention_sink_bias=True)): "dflash_config.attention_sink_bias is True",
     ("flat dflash", inside("dflash_config", mask_token="<m>")): "dflash_config.mask_token is '<m>'",
     ("causal dflash", top(is_causal=True)): "is_causal and dflash_config.causal differ",
+    ("flat dflash", inside("dflash_config", shift_label=True)): "dflash_config.shift_label is True; only False is supported",
+    ("flat dflash", inside("dflash_config", projector_type="domino")): "dflash_config.projector_type is 'domino'",
     ("dflash", tensor("markov_head.markov_w1.weight", torch.ones(61, 4))): "markov_head.markov_w1.weight has no place",
     # Medusa
     ("vllm medusa", top(truncated_vocab_size=20, vocab_size=61)): "truncated_vocab_size is 20; only 61 is supported",

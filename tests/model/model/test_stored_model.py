@@ -15,6 +15,7 @@ from engine.build import build_served
 from engine.core.config import EngineConfig
 from engine.model import causal_lm, stored_model
 from engine.model.causal_lm import load_model
+from engine.model.hidden_states import StateTap
 from engine.model.linear_backends import NATIVE
 from engine.model.stored_model import StoredModel, load_stored, read_stored
 from engine.native import library
@@ -48,6 +49,22 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def entries(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "packed").glob("*"))
+
+
+@pytest.mark.usefixtures("stored")
+def test_states_of_a_stored_model_are_read(tmp_path: Path) -> None:
+    """The bug: a tap looked for transformers' module, so that only our own heads could be served with a stored model."""
+    folder = model_folder(tmp_path / "model", tiny_module("llama"))
+    models = [load_stored(folder, "float32", CPU), load_model(folder, "float32", CPU, NATIVE)]
+    for is_last_normed in (True, False):
+        states = []
+        for model in models:
+            assert model is not None
+            tap = StateTap(model, (1, 3), is_last_normed)
+            alone(model, TEXT)
+            states.append(tap.latest())
+            tap.close()
+        assert torch.equal(*states)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
