@@ -252,7 +252,9 @@ class _EveryToken:
                 self._compare(draw, places, rows_NV[places], edited_NV)
 
     def _add_tokens(self, draw: Draw, places: Sequence[int], edited_NV: Tensor) -> None:
-        support = support_of(lambda sampling: self._expected.probs(edited_NV, sampling), edited_NV, self._expected.sampling, self._tolerance)
+        support = support_of(
+            lambda sampling: self._expected.probs(edited_NV, sampling), edited_NV, self._expected.sampling, self._tolerance
+        )
         probs_NV = support.probs_NV
         ids = _listed(probs_NV, [draw.token_ids[place] for place in places], self._expected.source.rest)
         self._support += support.tally(ids)

@@ -19,7 +19,13 @@ class ExactChecks:
     """Runs the checks on a few prompts."""
 
     def __init__(
-        self, client: CompletionClient, offer: Offer, source: Source, tolerance: float, prompts: Sequence[AuditPrompt], length: int
+        self,
+        client: CompletionClient,
+        offer: Offer,
+        source: Source,
+        tolerance: float,
+        prompts: Sequence[AuditPrompt],
+        length: int,
     ) -> None:
         self._client, self._offer, self._source, self._tolerance = client, offer, source, tolerance
         self._prompts = prompts
@@ -37,7 +43,9 @@ class ExactChecks:
         in_load = self._client.complete_all(bodies * 2, "greedy, in load")
         yield from self._judged("temperature 0, in load", in_load, alone * 2)
         if self._offer.dialect.plain is not None:
-            plain = self._client.complete_all([{**body, **self._offer.dialect.plain} for body in bodies], "greedy, without speculation")
+            plain = self._client.complete_all(
+                [{**body, **self._offer.dialect.plain} for body in bodies], "greedy, without speculation"
+            )
             yield from self._judged("temperature 0, without speculation", plain, alone)
         texts = [answer for answer in alone if isinstance(answer, Answer)]
         yield self._streams(texts)
@@ -45,7 +53,9 @@ class ExactChecks:
         yield self._seeds(seed)
         yield self._choices(seed)
 
-    def _judged(self, setting: str, answers: Sequence[Answer | NotOffered], others: Sequence[Answer | NotOffered]) -> Iterator[CheckResult]:
+    def _judged(
+        self, setting: str, answers: Sequence[Answer | NotOffered], others: Sequence[Answer | NotOffered]
+    ) -> Iterator[CheckResult]:
         """Yield the comparison of greedy tokens with the arg max, and the number of texts that differ from other answers'."""
         tally, num_unknown, num_unlike = Tally(), 0, 0
         for index, (answer, other) in enumerate(zip(answers, others, strict=True)):
@@ -55,7 +65,9 @@ class ExactChecks:
             num_unknown += found is None
             tally += found or Tally()
             num_unlike += answer.samples[0].text != other.samples[0].text
-        verdict = CheckVerdict.VIOLATION if tally.num_mismatch else CheckVerdict.OK if tally.num_tokens else CheckVerdict.NOT_JUDGED
+        verdict = (
+            CheckVerdict.VIOLATION if tally.num_mismatch else CheckVerdict.OK if tally.num_tokens else CheckVerdict.NOT_JUDGED
+        )
         detail = f"{tally.num_mismatch} wrong, {tally.num_near_tie} near ties, widest gap {tally.widest_gap:.2g}"
         if num_unlike:
             detail += f"; {num_unlike} texts differ from those sent alone"
@@ -125,7 +137,9 @@ class ExactChecks:
         num_unlike = sum(first != second for first, second in zip(one, two))
         detail = f"{num_unlike} of {len(prompts)} differ" + ("; another seed changes no text" if one == other else "")
         is_wrong = 2 * num_unlike > len(prompts) or one == other
-        return CheckResult("seeds", "same seed, same text", len(texts), CheckVerdict.VIOLATION if is_wrong else CheckVerdict.OK, detail)
+        return CheckResult(
+            "seeds", "same seed, same text", len(texts), CheckVerdict.VIOLATION if is_wrong else CheckVerdict.OK, detail
+        )
 
     def _choices(self, seed: int) -> CheckResult:
         """Request several texts at once: all come, they differ, and their tokens are counted together."""
@@ -138,7 +152,9 @@ class ExactChecks:
         faults = {
             f"{len(texts)} came": len(texts) != _NUM_CHOICES,
             "all are alike": len(texts) > 1 and len(set(texts)) == 1,
-            f"usage counts {counted} tokens, {listed} are listed": bool(listed) and counted is not None and not 0 <= counted - listed <= len(texts),
+            f"usage counts {counted} tokens, {listed} are listed": bool(listed)
+            and counted is not None
+            and not 0 <= counted - listed <= len(texts),
         }
         found = "; ".join(fault for fault, is_so in faults.items() if is_so)
         return CheckResult("n", f"{_NUM_CHOICES} texts", len(texts), CheckVerdict.VIOLATION if found else CheckVerdict.OK, found)

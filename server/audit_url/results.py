@@ -7,6 +7,8 @@ from engine.audit.chi_square import ChiSquare
 from engine.audit.report import AuditVerdict
 from server.audit_url.draws import RareTest
 
+TOO_FEW = "too few samples of likely tokens"
+
 
 class CheckVerdict(StrEnum):
     """The outcome of one check."""
@@ -73,7 +75,9 @@ class ServerReport:
     @property
     def inconclusive(self) -> tuple[str, ...]:
         """The reasons why this audit could not have found a violation of speculation."""
-        has_later = any(one.check == "second token" and isinstance(one.test, ChiSquare) and one.test.freedom for one in self.results)
+        has_later = any(
+            one.check == "second token" and isinstance(one.test, ChiSquare) and one.test.freedom for one in self.results
+        )
         has_greedy = any(one.check == "arg max" and one.num for one in self.results)
         reasons = {
             "no test of the tokens after the first has enough samples": not has_later,

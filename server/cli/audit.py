@@ -16,7 +16,6 @@ from engine.weights import WeightsError
 from server.cli.bench_prompts import BENCH_PROMPTS, BenchError, read_prompts
 from server.settings import SHIPPED, Settings, SettingsError, load_settings
 
-
 AUDIT_PROMPTS = SHIPPED / "audit_prompts.yaml"
 LEAST_REQUESTS = 200  # fewer have no test of the tokens after the first
 
@@ -33,7 +32,9 @@ def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     """Add `audit`: its settings, prompts and level of significance."""
     command = subparsers.add_parser("audit", help="prove that speculation does not change the target's distribution")
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, verifier, threads")
-    command.add_argument("--prompts", type=Path, help="YAML file: lists of user messages by kind; with --url of texts to complete")
+    command.add_argument(
+        "--prompts", type=Path, help="YAML file: lists of user messages by kind; with --url of texts to complete"
+    )
     command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to use; all of the file by default")
     command.add_argument("--num-prompts", type=_count, default=1, help="prompts of each kind")
     _add_sampling(command)

@@ -1,4 +1,4 @@
-"""OpenAI-compatible servers of a few lines over a tiny model, sound ones and broken ones, for the audit of a server by its URL."""
+"""OpenAI-compatible servers of a few lines over a tiny model, sound and broken, for the audit of a server by its URL."""
 
 import contextlib
 import json
@@ -185,7 +185,7 @@ class Generate(StandIn):
         )
         ids = out.sequences[0, len(body["prompt"]) :].tolist()
         rows = [row[0].log_softmax(-1) for row in out.logits]
-        tops = [{f"token_id:{i}": float(row[i]) for i in row.topk(body["logprobs"]).indices.tolist()} for row in rows]
+        tops = [{f"token_id:{i}": float(row[i]) for i in row.topk(body.get("logprobs", 1)).indices.tolist()} for row in rows]
         listed = {"tokens": [f"token_id:{i}" for i in ids], "token_logprobs": [float(row[i]) for row, i in zip(rows, ids)]}
         finish = "stop" if ids[-1] == END else "length"
         text = " ".join(f"w{i}" for i in ids if i != END)
