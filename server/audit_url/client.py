@@ -70,9 +70,12 @@ class CompletionClient:
         self.num_accepted = 0
         self.owner = ""
         self.model = model or ""
-        self._read_models()
 
-    def _read_models(self) -> None:
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def read_models(self) -> None:
         """Take the served model's name, unless one is given, and its owner, which names the kind of server."""
         response = self._sent("GET", "/v1/models", None)
         try:
@@ -101,7 +104,7 @@ class CompletionClient:
 
     def complete_all(self, bodies: Sequence[Body], what: str, concurrency: int | None = None) -> list[Answer | NotOffered]:
         """Return the answers in order, with a progress bar."""
-        self.bar.set_description(what)
+        self.bar.set_description(what, refresh=False)
         with ThreadPoolExecutor(concurrency or self._concurrency) as pool:
             answers = []
             try:

@@ -6,7 +6,7 @@ Rows are raw: before bias, penalties, temperature and cuts. Shape key: N tokens 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,40 +14,16 @@ from torch import Tensor
 
 from engine.audit.reference import Reference
 from engine.core.types import SamplingParams
-from server.audit_url.client import Name, AnswerText
+from server.audit_url.client import AnswerText, Name
 
 Ids = tuple[int, ...]
 _NUM_SHARES = 1000  # equal columns for the rest of a distribution, so that none is larger than a listed token
 
 
-class Source(Protocol):
-    """The raw rows of texts, and the ids of a server's tokens."""
-
-    end_ids: Ids
-    rest: int | None  # the column of all tokens that have none of their own
-
-    @property
-    def about(self) -> str:
-        """The source of tokens and distributions, in words."""
-        ...
-
-    def ids_of(self, sample: AnswerText, prompt: Ids, num_tokens: int | None) -> Ids | None:
-        """Return a sample's tokens with its end token, None if they are not known. Equal tokens have equal ids."""
-        ...
-
-    def rows(self, prompt: Ids, texts: Sequence[Ids], sampling: SamplingParams) -> list[Float[Tensor, "N V"]]:
-        """Return the rows before each token of texts of one length; NaN where a distribution is not known under `sampling`."""
-        ...
-
-    def offers(self, sampling: SamplingParams) -> bool:
-        """Return whether distributions under `sampling` can be known at all."""
-        ...
-
-
 class ModelSource:
     """The weights' own distributions, by transformers' plain forward."""
 
-    rest = None
+    rest: int | None = None  # the column of all tokens that have none of their own
 
     def __init__(self, reference: Reference, tokenizer: Any, end_ids: Ids) -> None:
         self._reference, self._tokenizer, self.end_ids = reference, tokenizer, end_ids
@@ -100,7 +76,7 @@ class ServerSource:
 
     about = "the server's own log-probabilities. Samples are compared with them, and they with nothing"
     end_ids: Ids = ()
-    rest = 0
+    rest: int | None = 0
 
     def __init__(self) -> None:
         self.num_top = 0
@@ -167,3 +143,6 @@ def _is_known(known: Mapping[int, float], prefix: Ids, sampling: SamplingParams)
 def has_cuts(sampling: SamplingParams) -> bool:
     """Return whether tokens are cut off by rank or probability."""
     return bool(sampling.top_k or sampling.min_p) or sampling.top_p < 1.0
+
+
+Source = ModelSource | ServerSource

@@ -7,6 +7,7 @@ import argparse
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def arguments(url, weights, num_requests, first_seed=3, **more):
-    given = {"model": None, "api_key": None, "timeout": 60.0, "concurrency": 1, "alpha": 1e-3, "tie_gap": None}
+    given: dict[str, Any] = {"model": None, "api_key": None, "timeout": 60.0, "concurrency": 1, "alpha": 1e-3, "tie_gap": None}
     given |= {"url": url, "weights": None if weights is None else str(weights), "weights_dtype": "float32"}
     return argparse.Namespace(**{**given, "requests": num_requests, "first_seed": first_seed, "greedy_tokens": 32, **more})
 
@@ -135,13 +136,13 @@ def test_the_order_of_cuts_is_the_servers(folder, monkeypatch):
     """The bug: a sound server that cuts before temperature fails, if the other order is assumed."""
     found = report(CutsFirst, folder, 700)
     assert "temperature 1.5 top_p 0.8" in {one.setting for one in found.results if one.at(found.level) is CheckVerdict.VIOLATION}
-    read = CompletionClient._read_models
+    read = CompletionClient.read_models
 
     def as_llamacpp(client):
         read(client)
         client.owner = "llamacpp"
 
-    monkeypatch.setattr(CompletionClient, "_read_models", as_llamacpp)
+    monkeypatch.setattr(CompletionClient, "read_models", as_llamacpp)
     monkeypatch.setattr(stand_in, "FIELDS", stand_in.FIELDS | {"cache_prompt", "repeat_last_n"})
     found = report(CutsFirst, folder, 400)
     assert not {one.setting for one in found.results if "top_p" in one.setting and one.at(found.level) is CheckVerdict.VIOLATION}
