@@ -13,13 +13,14 @@ from server.audit_url.client import Answer, CompletionClient, NotOffered
 from server.audit_url.dialect import AuditPrompt, dialect_of, discover
 from server.audit_url.draws import Draw, DrawsTested, Expectation, test_draws
 from server.audit_url.exact import ExactChecks, usage_result
-from server.audit_url.results import CheckResult, CheckVerdict, ServerReport
+from server.audit_url.results import TOO_FEW, CheckResult, CheckVerdict, ServerReport
 from server.audit_url.sources import Ids, ModelSource, ServerSource, Source
 
 _RESERVED = 50  # requests of the exact checks, at most
 _SHORT = 6  # tokens of a draw
 _NUM_EXACT = 6  # prompts of the exact checks
-_NUM_DRAWN = 2  # prompts of the draws
+_NUM_DRAWN = 2  # prompts of the draws; a setting with fewer than _ENOUGH draws has one of them
+_ENOUGH = 300
 _LONG_SHARE = 0.05
 _LEAST_GAP, _MOST_GAP = 1e-3, 0.5
 _SEED_STEP = 1000  # more than the texts of a request, whose seeds may be consecutive
@@ -108,7 +109,7 @@ class ServerAudit:
         for index, (sampling, share) in enumerate(settings):
             num_left = self._options.num_requests - self._client.num_requests - _RESERVED
             num = num_left * share // sum(share for _, share in settings[index:])
-            prompts = self._prompts[:_NUM_DRAWN] if share > 1 else self._prompts[index % _NUM_DRAWN :][:1]
+            prompts = self._prompts[:_NUM_DRAWN] if num >= _ENOUGH else self._prompts[index % _NUM_DRAWN :][:1]
             length = 2 * _SHORT if sampling.has_penalties else _SHORT  # tokens must come again
             yield from self._requested(replace(sampling, max_tokens=length), num, prompts)
 
@@ -187,7 +188,7 @@ class ServerAudit:
         tested = test_draws(draws, expected, self._tolerance, self._options.first_seed)
         for check, test in tested.tests.items():
             is_empty = isinstance(test, ChiSquare) and not test.freedom
-            few = CheckResult(name, check, 0, CheckVerdict.NOT_JUDGED, "too few samples of likely tokens")
+            few = CheckResult(name, check, 0, CheckVerdict.NOT_JUDGED, TOO_FEW)
             self._results.append(few if is_empty else CheckResult(name, check, test.num_counted, test=test))
         support = tested.support
         verdict = CheckVerdict.VIOLATION if support.num_mismatch else CheckVerdict.OK

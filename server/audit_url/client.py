@@ -32,7 +32,7 @@ class NotOffered:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class AnswerText:
     """One choice of an answer. `names`, `logprobs` and `tops` have an entry for each token, or none at all."""
 
     text: str
@@ -46,7 +46,7 @@ class Sample:
 class Answer:
     """A completion. `num_drafted` is None if the server reports no drafts."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[AnswerText, ...]
     usage: Mapping[str, Any]
     num_drafted: int | None = None
     num_accepted: int = 0
@@ -70,9 +70,12 @@ class CompletionClient:
         self.num_accepted = 0
         self.owner = ""
         self.model = model or ""
-        self._read_models()
 
-    def _read_models(self) -> None:
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def read_models(self) -> None:
         """Take the served model's name, unless one is given, and its owner, which names the kind of server."""
         response = self._sent("GET", "/v1/models", None)
         try:
@@ -101,7 +104,7 @@ class CompletionClient:
 
     def complete_all(self, bodies: Sequence[Body], what: str, concurrency: int | None = None) -> list[Answer | NotOffered]:
         """Return the answers in order, with a progress bar."""
-        self.bar.set_description(what)
+        self.bar.set_description(what, refresh=False)
         with ThreadPoolExecutor(concurrency or self._concurrency) as pool:
             answers = []
             try:
@@ -185,7 +188,7 @@ def _parsed(read: Any) -> Answer:
         raise AuditedServerFailed(f"an answer is not in the format of completions: {one_line(error)}") from error
 
 
-def _sample(choice: Mapping[str, Any]) -> Sample:
+def _sample(choice: Mapping[str, Any]) -> AnswerText:
     """Return a choice, its tokens from `logprobs` in OpenAI's two formats or from `token_ids`."""
     logprobs = choice.get("logprobs") or {}
     names: list[Name]
@@ -203,7 +206,7 @@ def _sample(choice: Mapping[str, Any]) -> Sample:
         names = list(ids)
     if not len(own) == len(names) == len(tops):
         own, tops = own if len(own) == len(names) else [], tops if len(tops) == len(names) else []
-    return Sample(choice.get("text") or "", choice.get("finish_reason"), tuple(names), tuple(own), tuple(tops))
+    return AnswerText(choice.get("text") or "", choice.get("finish_reason"), tuple(names), tuple(own), tuple(tops))
 
 
 def _name(entry: Mapping[str, Any]) -> Name:

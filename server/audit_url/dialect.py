@@ -111,12 +111,12 @@ def discover(client: CompletionClient, dialect: Dialect, prompt: AuditPrompt, ha
         base = whole
     else:
         for name, values in neutral:
-            tried: Answer | NotOffered
             for value in values:
-                if isinstance(tried := client.complete({**base, name: value}), Answer):
+                found = client.complete({**base, name: value})
+                if not isinstance(found, NotOffered):
                     base[name] = value
                     break
-            else:
-                refused[name] = tried.message
+                refused[name] = found.message
+    refused = {name: message for name, message in refused.items() if name not in base}
     kept = {name: value for name, value in base.items() if name not in ("prompt", "max_tokens", "temperature", "seed")}
     return Offer(dialect, kept, refused, "seed" in base, isinstance(base["prompt"], list))

@@ -7,6 +7,8 @@ from engine.audit.chi_square import ChiSquare
 from engine.audit.report import AuditVerdict
 from server.audit_url.draws import RareTest
 
+TOO_FEW = "too few samples of likely tokens"
+
 
 class CheckVerdict(StrEnum):
     """The outcome of one check."""

@@ -4,8 +4,9 @@ Rows are raw: before bias, penalties, temperature and cuts. Shape key: N tokens 
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -13,40 +14,16 @@ from torch import Tensor
 
 from engine.audit.reference import Reference
 from engine.core.types import SamplingParams
-from server.audit_url.client import Name, Sample
+from server.audit_url.client import AnswerText, Name
 
 Ids = tuple[int, ...]
 _NUM_SHARES = 1000  # equal columns for the rest of a distribution, so that none is larger than a listed token
 
 
-class Source(Protocol):
-    """The raw rows of texts, and the ids of a server's tokens."""
-
-    end_ids: Ids
-    rest: int | None  # the column of all tokens that have none of their own
-
-    @property
-    def about(self) -> str:
-        """The source of tokens and distributions, in words."""
-        ...
-
-    def ids_of(self, sample: Sample, prompt: Ids, num_tokens: int | None) -> Ids | None:
-        """Return a sample's tokens with its end token, None if they are not known. Equal tokens have equal ids."""
-        ...
-
-    def rows(self, prompt: Ids, texts: Sequence[Ids], sampling: SamplingParams) -> list[Float[Tensor, "N V"]]:
-        """Return the rows before each token of texts of one length; NaN where a distribution is not known under `sampling`."""
-        ...
-
-    def offers(self, sampling: SamplingParams) -> bool:
-        """Return whether distributions under `sampling` can be known at all."""
-        ...
-
-
 class ModelSource:
     """The weights' own distributions, by transformers' plain forward."""
 
-    rest = None
+    rest: int | None = None  # the column of all tokens that have none of their own
 
     def __init__(self, reference: Reference, tokenizer: Any, end_ids: Ids) -> None:
         self._reference, self._tokenizer, self.end_ids = reference, tokenizer, end_ids
@@ -59,7 +36,7 @@ class ModelSource:
         kinds = ", ".join(sorted(self._kinds)) or "unknown"
         return f"the weights, by transformers' plain forward ({self._reference.dtype}); tokens: {kinds}"
 
-    def ids_of(self, sample: Sample, prompt: Ids, num_tokens: int | None) -> Ids | None:
+    def ids_of(self, sample: AnswerText, prompt: Ids, num_tokens: int | None) -> Ids | None:  # noqa: ARG002
         """Return the ids: the reported ones, else those of the reported texts, else the text encoded again."""
         ids: list[int | None]
         if sample.names:
@@ -80,19 +57,25 @@ class ModelSource:
     def _id_of(self, name: str) -> int | None:
         """Return the one token with this text."""
         if not self._by_text:
+<<<<<<< HEAD
             texts = [(self._tokenizer.decode([token_id]), token_id) for token_id in range(len(self._tokenizer))]
             self._by_text = dict(texts)
             counts: dict[str, int] = {}
             for text, _ in texts:
                 counts[text] = counts.get(text, 0) + 1
             self._by_text = {text: token_id for text, token_id in self._by_text.items() if counts[text] == 1}
+=======
+            texts = [self._tokenizer.decode([token_id]) for token_id in range(len(self._tokenizer))]
+            counts = Counter(texts)
+            self._by_text = {text: token_id for token_id, text in enumerate(texts) if counts[text] == 1}
+>>>>>>> w-audit
         return self._by_text.get(name)
 
-    def rows(self, prompt: Ids, texts: Sequence[Ids], sampling: SamplingParams) -> list[Float[Tensor, "N V"]]:
+    def rows(self, prompt: Ids, texts: Sequence[Ids], sampling: SamplingParams) -> list[Float[Tensor, "N V"]]:  # noqa: ARG002
         """Return the model's logits."""
         return self._reference.logits([(*prompt, *text[:-1]) for text in texts], len(texts[0]))
 
-    def offers(self, sampling: SamplingParams) -> bool:
+    def offers(self, sampling: SamplingParams) -> bool:  # noqa: ARG002
         """Return True: all logits are known."""
         return True
 
@@ -102,7 +85,7 @@ class ServerSource:
 
     about = "the server's own log-probabilities. Samples are compared with them, and they with nothing"
     end_ids: Ids = ()
-    rest = 0
+    rest: int | None = 0
 
     def __init__(self) -> None:
         self.num_top = 0
@@ -111,7 +94,7 @@ class ServerSource:
         self._columns: dict[Name, int] = {}
         self._rows: dict[tuple[Ids, Ids], Mapping[int, float]] = {}
 
-    def ids_of(self, sample: Sample, prompt: Ids, num_tokens: int | None) -> Ids | None:
+    def ids_of(self, sample: AnswerText, prompt: Ids, num_tokens: int | None) -> Ids | None:
         """Return the tokens' columns, and keep the distribution before each token."""
         if not sample.names or len(sample.tops) != len(sample.names):
             return None
@@ -143,7 +126,7 @@ class ServerSource:
         columns = torch.tensor(list(known))
         row_V[columns] = torch.tensor(list(known.values()), dtype=torch.float64)
         rest = max(0.0, 1.0 - sum(map(math.exp, known.values())))
-        if rest > 1e-6 and not has_cuts(sampling):
+        if rest > 1e-6 and not sampling.is_greedy and not has_cuts(sampling):
             row_V[0] = math.log(rest)
         elif rest > 1e-6:
             row_V[-_NUM_SHARES:] = min(math.log(rest / _NUM_SHARES), min(known.values()) - 1e-9)
@@ -169,3 +152,9 @@ def _is_known(known: Mapping[int, float], prefix: Ids, sampling: SamplingParams)
 def has_cuts(sampling: SamplingParams) -> bool:
     """Return whether tokens are cut off by rank or probability."""
     return bool(sampling.top_k or sampling.min_p) or sampling.top_p < 1.0
+<<<<<<< HEAD
+=======
+
+
+Source = ModelSource | ServerSource
+>>>>>>> w-audit

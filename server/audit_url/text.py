@@ -2,13 +2,13 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from engine.audit.report import AuditVerdict
-from server.audit_url.results import CheckResult, ServerReport
+from server.audit_url.results import TOO_FEW, CheckResult, ServerReport
 
 
 def as_text(report: ServerReport) -> str:
@@ -24,8 +24,15 @@ def as_text(report: ServerReport) -> str:
     ]
     for setting, results in groupby(report.results, key=lambda one: one.setting):
         lines.append(f"{setting}")
-        lines += [_line(one, report.level) for one in results]
+        lines += _lines(list(results), report.level)
     return "\n".join([*lines, "", *_outcome(report)])
+
+
+def _lines(results: Sequence[CheckResult], level: float) -> Iterator[str]:
+    """Yield a line for each check, and one for all tests with too few samples."""
+    yield from (_line(one, level) for one in results if one.detail != TOO_FEW)
+    if few := [one.check for one in results if one.detail == TOO_FEW]:
+        yield f"  {TOO_FEW}: {', '.join(few)}"
 
 
 def _line(one: CheckResult, level: float) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 
 from engine.audit.reference import load_reference
 from engine.weights import UnsupportedModel, resolve
@@ -28,11 +29,11 @@ def audit_url(texts: Sequence[str], parsed: argparse.Namespace) -> int:
 def report_of(texts: Sequence[str], parsed: argparse.Namespace) -> ServerReport:
     """Return the report of the audit. Raises AuditError, AuditFailed."""
     try:
-        # The server first: a wrong address is reported before weights are fetched.
-        client = CompletionClient(parsed.url, parsed.model, parsed.api_key, parsed.timeout, parsed.concurrency)
-        source, prompts = _source(texts, parsed)
-        options = UrlOptions(parsed.requests, parsed.greedy_tokens, parsed.alpha, parsed.first_seed, parsed.tie_gap)
-        return ServerAudit(client, source, prompts, options).run()
+        with closing(CompletionClient(parsed.url, parsed.model, parsed.api_key, parsed.timeout, parsed.concurrency)) as client:
+            client.read_models()  # first: a wrong address is reported before weights are fetched
+            source, prompts = _source(texts, parsed)
+            options = UrlOptions(parsed.requests, parsed.greedy_tokens, parsed.alpha, parsed.first_seed, parsed.tie_gap)
+            return ServerAudit(client, source, prompts, options).run()
     except AuditedServerFailed as error:
         raise AuditFailed(str(error)) from error
     except UnsupportedModel as error:

@@ -45,7 +45,8 @@ class StandIn:
         return {"object": "text_completion", "choices": choices, "usage": usage}
 
     def _choice(self, body: dict[str, Any], dice: random.Random, index: int) -> dict[str, Any]:
-        ids, logprobs, tops, finish = [], [], [], "length"
+        ids: list[int] = []
+        logprobs, tops, finish = [], [], "length"
         while len(ids) < body["max_tokens"]:
             row_V = self.row((*body["prompt"], *ids))
             probs_V = self.probs(row_V, _PLAIN | body, body["prompt"], ids)
@@ -93,7 +94,8 @@ class StandIn:
         if self.is_cut(body, len(ids)):
             kept_V[best.indices[before_V >= body["top_p"]]] = 0
         kept_V[probs_V < body["min_p"] * probs_V.max()] = 0
-        return probs_V * kept_V / (probs_V * kept_V).sum()
+        probs_V = probs_V * kept_V
+        return torch.div(probs_V, probs_V.sum())
 
     def counted(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens that the penalties count."""
@@ -101,7 +103,7 @@ class StandIn:
 
     def is_cut(self, body: dict[str, Any], place: int) -> bool:
         """Return whether top-p cuts a token's distribution."""
-        return body["top_p"] < 1.0
+        return bool(body["top_p"] < 1.0)
 
     def token(self, probs_V: Tensor, dice: random.Random, place: int, body: dict[str, Any]) -> int:
         """Return the next token."""
@@ -111,7 +113,7 @@ class StandIn:
 
     def reported(self, row_V: Tensor, probs_V: Tensor) -> Tensor:
         """Return the log-probabilities of the answer."""
-        return row_V.log_softmax(-1)
+        return torch.log_softmax(row_V, -1)
 
 
 class WithoutTopP(StandIn):
@@ -185,7 +187,7 @@ class Generate(StandIn):
         )
         ids = out.sequences[0, len(body["prompt"]) :].tolist()
         rows = [row[0].log_softmax(-1) for row in out.logits]
-        tops = [{f"token_id:{i}": float(row[i]) for i in row.topk(body["logprobs"]).indices.tolist()} for row in rows]
+        tops = [{f"token_id:{i}": float(row[i]) for i in row.topk(body.get("logprobs", 1)).indices.tolist()} for row in rows]
         listed = {"tokens": [f"token_id:{i}" for i in ids], "token_logprobs": [float(row[i]) for row, i in zip(rows, ids)]}
         finish = "stop" if ids[-1] == END else "length"
         text = " ".join(f"w{i}" for i in ids if i != END)
