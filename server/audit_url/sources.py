@@ -57,18 +57,9 @@ class ModelSource:
     def _id_of(self, name: str) -> int | None:
         """Return the one token with this text."""
         if not self._by_text:
-<<<<<<< HEAD
-            texts = [(self._tokenizer.decode([token_id]), token_id) for token_id in range(len(self._tokenizer))]
-            self._by_text = dict(texts)
-            counts: dict[str, int] = {}
-            for text, _ in texts:
-                counts[text] = counts.get(text, 0) + 1
-            self._by_text = {text: token_id for text, token_id in self._by_text.items() if counts[text] == 1}
-=======
             texts = [self._tokenizer.decode([token_id]) for token_id in range(len(self._tokenizer))]
             counts = Counter(texts)
             self._by_text = {text: token_id for token_id, text in enumerate(texts) if counts[text] == 1}
->>>>>>> w-audit
         return self._by_text.get(name)
 
     def rows(self, prompt: Ids, texts: Sequence[Ids], sampling: SamplingParams) -> list[Float[Tensor, "N V"]]:  # noqa: ARG002
@@ -152,9 +143,6 @@ def _is_known(known: Mapping[int, float], prefix: Ids, sampling: SamplingParams)
 def has_cuts(sampling: SamplingParams) -> bool:
     """Return whether tokens are cut off by rank or probability."""
     return bool(sampling.top_k or sampling.min_p) or sampling.top_p < 1.0
-<<<<<<< HEAD
-=======
 
 
 Source = ModelSource | ServerSource
->>>>>>> w-audit

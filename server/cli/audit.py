@@ -31,15 +31,7 @@ def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     """Add `audit`: its settings, prompts and level of significance."""
     command = subparsers.add_parser("audit", help="prove that speculation does not change the target's distribution")
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, verifier, threads")
-<<<<<<< HEAD
     add_prompt_flags(command, num_prompts=1)
-=======
-    command.add_argument(
-        "--prompts", type=Path, help="YAML file: lists of user messages by kind; with --url of texts to complete"
-    )
-    command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to use; all of the file by default")
-    command.add_argument("--num-prompts", type=_count, default=1, help="prompts of each kind")
->>>>>>> w-audit
     _add_sampling(command)
     command.add_argument("--verifiers", nargs="+", metavar="NAME", help="rules to audit; by default the configured one")
     command.add_argument(
