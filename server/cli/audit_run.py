@@ -16,6 +16,7 @@ from engine.audit.examine import examine
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import load_reference
 from engine.audit.report import AuditVerdict, Report
+from engine.audit.report_text import as_text
 from engine.build import BadConfiguration
 from engine.core.types import ModelInfo
 from engine.core.validation import RequestRefused
@@ -24,7 +25,6 @@ from engine.weights import UnsupportedModel, resolve
 from engine.weights.pretrained import load_tokenizer
 from server.adaptive_engine import tool_engine
 from server.cli.audit import AuditError, AuditFailed, probs_parameters
-from server.cli.audit_report import as_text
 from server.settings import Settings
 from server.text.chat_ids import chat_ids
 

@@ -20,13 +20,13 @@ from engine.audit.outcomes import Tally
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
 from engine.audit.report import AuditVerdict
+from engine.audit.report_text import as_text
 from engine.build import BadConfiguration
 from engine.core.tree import Expansion
 from engine.core.types import SamplingParams
 from engine.scheduler.slot_allocator import IntegrityError
 from engine.testing import tiny_engine, tiny_module
 from engine.verify import two_phase
-from server.cli.audit_report import as_text
 from server.cli.audit_run import EXIT_STATUS, as_json, plan_of
 from server.settings import load_settings
 from tests.model.tiny import own_module, pair
