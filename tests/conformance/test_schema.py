@@ -47,6 +47,7 @@ GETS = [
     "/version",
     "/tokenizer_info",
 ]
+TOO_LARGE = 413
 ERRORS_OF_A_BODY = {"400", "401", "403", "404", "413", "415", "429", "431", "500", "503"}
 # Fields that a schema cannot say what else they need, or how many tokens a model has.
 _FITTING = {
@@ -103,7 +104,6 @@ def check(url: str, document: dict[str, Any], path: str, method: str, mode: Gene
     operation = schemathesis.openapi.from_dict(document)[path][method]
     statuses: list[int] = []
     is_wrong = mode is GenerationMode.NEGATIVE
-    checks = [*_SHAPES, negative_data_rejection] if is_wrong else _SHAPES
 
     @settings(max_examples=num_examples, suppress_health_check=list(HealthCheck), database=None)
     @given(case=operation.as_strategy(generation_mode=mode))
@@ -114,8 +114,9 @@ def check(url: str, document: dict[str, Any], path: str, method: str, mode: Gene
             _mend(case.body, is_plain=len(statuses) % 2 == 0)
         response = case.call(base_url=url)
         statuses.append(response.status_code)
-        if not _is_stream(response):
-            case.validate_response(response, checks=checks)
+        if not _is_stream(response):  # of wrong bodies, some are too large to be read: the check does not know that status
+            must_refuse = is_wrong and response.status_code != TOO_LARGE
+            case.validate_response(response, checks=[*_SHAPES, negative_data_rejection] if must_refuse else _SHAPES)
 
     holds()
     return statuses
@@ -157,7 +158,7 @@ def test_what_the_schema_allows_is_answered_as_it_says(url: str, document: Any, 
 @pytest.mark.parametrize("path", POSTS)
 def test_what_the_schema_forbids_is_refused(url: str, document: Any, path: str, conformance_examples: int) -> None:
     statuses = check(url, document, path, "POST", GenerationMode.NEGATIVE, conformance_examples)
-    assert set(statuses) <= {400, 404}
+    assert set(statuses) <= {400, 404, TOO_LARGE}
 
 
 @pytest.mark.parametrize("path", GETS)
