@@ -138,6 +138,7 @@ def _llama_server(peer: str, subject: Subject, files: Sequence[Path]) -> tuple[s
     where = ["--model", str(files[0]), "--host", "127.0.0.1", "--port", PORT]
     size = ["--parallel", str(subject.max_concurrency), "--ctx-size", str(subject.max_concurrency * subject.context_tokens)]
     how = ["--threads", str(subject.threads), "--flash-attn", "on", "--cache-ram", "0"]
+    how += ["--log-disable"] if peer == "ik_llama.cpp" else []  # it writes a file into the working folder
     drafting = ["--spec-type", "draft-simple", "--spec-draft-model", str(files[1])] if files[1:] else []
     return (str(setup.llama_program("llama-server", peer)), *where, *size, *how, *drafting)
 

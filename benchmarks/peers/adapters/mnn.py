@@ -7,6 +7,7 @@ the logits of its `forward`.
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from benchmarks.peers.jobs import Answer, Answers, Job, serve_jobs
 
 def load(folder: str, threads: str) -> Callable[[Job], Answers]:
     """Return what answers jobs, with its model loaded."""
-    import MNN.llm  # prints as it is imported
-
-    model = MNN.llm.create(str(Path(folder) / "config.json"))
+    library = import_module("MNN.llm")  # not above: it prints as it is imported
+    model = library.create(str(Path(folder) / "config.json"))
     model.set_config({"thread_num": int(threads)})
     model.load()
 

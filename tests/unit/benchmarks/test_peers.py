@@ -169,7 +169,7 @@ def test_setting_up_twice_installs_once_and_another_release_anew(monkeypatch: py
 
 
 @pytest.mark.parametrize("peer", ["llama.cpp", "ik_llama.cpp"])
-def test_a_peer_is_built_from_its_own_source(monkeypatch: pytest.MonkeyPatch, peer: str):
+def test_peers_are_built_from_own_sources(monkeypatch: pytest.MonkeyPatch, peer: str):
     release = setup.PINS[peer][0].replace("-", "_").replace("==", "-")
     setup.home(peer).mkdir(parents=True)
     with tarfile.open(setup.home(peer) / f"{release}.tar.gz", "w:gz") as archive:
@@ -201,7 +201,7 @@ def test_launches_name_files_of_their_own_conversions(tmp_path: Path):
             assert setup.PART in conversion.command
 
 
-def test_a_conversion_runs_once_and_leaves_no_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_conversions_run_once_without_leftovers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     conversion = setup.Conversion(tmp_path / "models" / "small.Q8_0.gguf", ("quantise", setup.PART))
     commands: list[list[str]] = []
 
