@@ -400,6 +400,18 @@ def test_a_slot_that_was_never_written_is_named(unwritten):
         target.forward(lost, pools, torch.tensor([0]))
 
 
+@pytest.mark.parametrize("freed", [1, 1999])
+def test_a_freed_slot_is_named(freed):
+    """Also in another block."""
+    canary = SlotCanary()
+    cache, target = KVCache(2000, CPU, canary), native("qwen3")
+    canary.begin()
+    target.forward(pack([chain_segment(TEXT[:2], 0, [0, freed])], CPU), cache, torch.tensor([1]))
+    canary.on_free([freed])
+    with pytest.raises(IntegrityError, match=rf"keys of layer 0 of slots \[{freed}\] are read"):
+        target.forward(pack([chain_segment([9], 2, [0, freed, 2])], CPU), cache, torch.tensor([0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_a_model_is_the_same_however_its_weights_are_loaded(family, dtype, tmp_path, monkeypatch):
