@@ -21,6 +21,7 @@ _SHORT = 6  # tokens of a draw
 _NUM_EXACT = 6  # prompts of the exact checks
 _NUM_DRAWN = 2  # prompts of the draws; a setting with fewer than _ENOUGH draws has one of them
 _ENOUGH = 300
+_LEAST_ALIKE = 5  # equal texts without a seed that cannot be chance
 _LONG_SHARE = 0.05
 _LEAST_GAP, _MOST_GAP = 1e-3, 0.5
 _SEED_STEP = 1000  # more than the texts of a request, whose seeds may be consecutive
@@ -151,12 +152,13 @@ class ServerAudit:
         yield sampling, (name, draws)
 
     def _are_alike(self, plan: Sequence[AuditPrompt], is_seeded: Sequence[bool], found: Sequence[Answer | NotOffered]) -> bool:
-        """Return whether all texts without a seed are one, and those with a seed are several: a constant is the default seed."""
-        texts: dict[bool, set[str]] = {False: set(), True: set()}
+        """Return whether all texts without a seed are one, and those with a seed are many."""
+        texts: dict[bool, list[str]] = {False: [], True: []}
         for prompt, seeded, answer in zip(plan, is_seeded, found, strict=True):
             if prompt is plan[0] and isinstance(answer, Answer):
-                texts[seeded].add(answer.samples[0].text)
-        return len(texts[False]) == 1 < len(texts[True])
+                texts[seeded].append(answer.samples[0].text)
+        has_many = 2 * len(set(texts[True])) > len(texts[True])
+        return len(texts[False]) >= _LEAST_ALIKE and len(set(texts[False])) == 1 and has_many
 
     def _draw(self, prompt: AuditPrompt, answer: Answer) -> Draw | None:
         sample = answer.samples[0]

@@ -65,7 +65,7 @@ FAULTS = {
     "WithoutTopP": (300, "impossible tokens"),
     "LooseAtZero": (200, "arg max"),
     "SwappedTokens": (300, "arg max"),
-    "ForgetfulPenalties": (800, "repeated tokens"),
+    "ForgetfulPenalties": (500, "repeated tokens"),
     "TruncatedLogprobs": (200, "log-probabilities"),
     "DraftedLogprobs": (200, "log-probabilities"),
     "FirstTokensAlone": (400, "all tokens"),
@@ -95,16 +95,20 @@ def test_faults_are_found_without_weights(name):
 
 
 @pytest.mark.parametrize("first_seed", [1, 2, 3])
-def test_a_sound_server_passes(first_seed, folder):
-    found = report(stand_in.StandIn, folder, 500, first_seed)
-    assert found.verdict is AuditVerdict.LOSSLESS, as_text(found)
+def test_a_sound_server_has_no_violation(first_seed, folder):
+    found = report(stand_in.StandIn, folder, 300, first_seed)
+    assert not violations(found), as_text(found)
+
+
+def test_a_sound_server_passes(folder):
+    assert report(stand_in.StandIn, folder, 900).verdict is AuditVerdict.LOSSLESS
 
 
 def test_a_sound_server_passes_without_weights():
     assert report(stand_in.StandIn, None, 500).verdict is AuditVerdict.LOSSLESS
 
 
-def test_generate_behind_http_passes(folder):
+def test_generate_has_no_violation(folder):
     """Refused fields are not offered, which is no violation."""
     found = report(stand_in.Generate, folder, 300)
     assert not violations(found), as_text(found)
@@ -112,14 +116,28 @@ def test_generate_behind_http_passes(folder):
     assert {"streams", "stop strings", "n", "temperature 1 presence_penalty 1.5"} <= missing
 
 
-def test_this_server_passes_with_speculation(folder):
+def test_this_server_has_no_violation(folder):
     engine = InProcessEngine(lambda: tiny_engine(*pair("llama", 0.05), FixedExpansion(Expansion(1, 2, 2)), config=LIMITS), LIMITS)
     with app_served(app_of(engine, tokenizer=load_tokenizer(folder))) as url:
-        found = report_of(TEXTS, arguments(url, folder, 500, concurrency=4))
-    assert found.verdict is AuditVerdict.LOSSLESS, as_text(found)
+        found = report_of(TEXTS, arguments(url, folder, 400, concurrency=4))
+    assert not violations(found), as_text(found)
     assert found.num_accepted > 100
     assert "temperature 0, without speculation" in {one.setting for one in found.results}
     assert not [one for one in found.results if one.at(found.level) is CheckVerdict.NOT_OFFERED]
+
+
+class ConstantSeed(stand_in.StandIn):
+    """Requests without a seed have the seed 0, as in OpenVINO GenAI."""
+
+    def answer(self, body):
+        return super().answer({"seed": 0, **body})
+
+
+def test_a_constant_default_seed_is_no_violation(folder):
+    """The bug: equal texts without a seed would fail every test of frequencies; a few equal texts by chance are none."""
+    found = report(ConstantSeed, folder, 500)
+    assert not violations(found), as_text(found)
+    assert "all are alike" in as_text(found)
 
 
 class CutsFirst(stand_in.StandIn):
