@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from engine.attention.packing import Segment, pack
+from engine.attention.scoring import Scoring
 from engine.attention.tree_attention import GatheredAttention
 from engine.draft.checkpoints.decoder_layer import (
     CheckpointLayer,
@@ -102,7 +103,7 @@ class DFlashNetwork(nn.Module):
             x = layer.input_norm(states_TW)
             self._cache.write(index, fed.write_slots_T, *layer.pairs(x, rotation_TR))
             context = GatheredAttention(batches[kind], self._cache)
-            attended = context.attended(index, layer.queries(x, rotation_TR), self.shape.layers.head_size**-0.5)
+            attended = context.attended(index, layer.queries(x, rotation_TR), Scoring(self.shape.layers.head_size**-0.5))
             states_TW = layer.after_attention(states_TW, attended)
         first = 0 if self.shape.starts_at_anchor else 1
         wanted = states_TW.view(len(anchors), size, -1)[:, first : first + num_levels]

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from engine.attention.scoring import Scoring
 from engine.attention.tree_attention import AttentionContext
 from engine.draft.checkpoints.decoder_layer import (
     CheckpointLayer,
@@ -81,7 +82,7 @@ class Eagle3Network(nn.Module):
                 attended = query_PHGK.flatten(1)
             else:
                 scaling, used = self.shape.layers.head_size**-0.5, last_context if is_last else context
-                attended = used.attended(index, query_PHGK, scaling, layer.window)
+                attended = used.attended(index, query_PHGK, Scoring(scaling, layer.window))
             states_TW = layer.after_attention(taken(residual_TW, wanted), attended)
         normed_PW = self.last_norm(states_TW)
         return self.output(normed_PW).float(), normed_PW if self.shape.feeds_normed else states_TW

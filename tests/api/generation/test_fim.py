@@ -5,8 +5,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.api.generation.test_infill import MIDDLE, PAD, QWEN, engine_of, infill_of
 from tests.api.harness import MODEL, data_of, in_process
-from tests.api.test_infill import MIDDLE, PAD, QWEN, engine_of, infill_of
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server.audit_url.command import report_of
 
 import server.cli.main
 from engine.audit.report import AuditVerdict
@@ -23,6 +22,7 @@ from engine.worker.inprocess import InProcessEngine
 from server.audit_url.client import CompletionClient
 from server.audit_url.results import CheckVerdict
 from server.audit_url.text import as_json, as_text
+from server.cli.audit_url import report_of
 from tests.conformance.served import app_of
 from tests.conformance.served import served as app_served
 from tests.model.audit import stand_in
