@@ -125,7 +125,7 @@ class Runner:
         )
 
     def _pools_of(self, cache: KVCache) -> dict[str, Any]:
-        """Return the fields of a pass that state where a cache's keys and values are. Pools never move."""
+        """Return the fields of a pass with the addresses of a cache's keys and values, which never move."""
         if cache not in self._pools:
             shape = self.structure
             pools = cache.pools(shape.num_layers, shape.num_kv_heads, shape.head_size, self.cache_dtype)
