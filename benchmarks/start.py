@@ -94,7 +94,7 @@ def main() -> None:
             if model.gguf is not None and setup.is_set_up("llama.cpp") and not args.first and number:
                 command = (str(setup.llama_program("llama-server")), "--model", str(model.gguf), "--ctx-size", "8192", "--port")
                 starts["llama-server"].append(measured(Subject("llama-server", command, {}, "/health", "/health")))
-    print(_report(starts, checkouts[0].name))
+    print(_report(starts, next(iter(starts))))
     settings = " ".join(f"{name}={value}" for name, value in args.set)
     print(f"{args.model} {settings}; {args.rounds} rounds; others used {statistics.median(foreign_cpus):.1f} processors")
     print(json.dumps({name: [vars_of(one) for one in found] for name, found in starts.items()}))
