@@ -112,7 +112,7 @@ def convert(conversion: Conversion) -> None:
     if not target.exists():
         target.parent.mkdir(exist_ok=True)
         part = target.with_name(f"{target.name}.part")
-        _run([str(part) if word == PART else word for word in conversion.command])
+        _run([str(part) if word == PART else word for word in conversion.command], target.parent)
         part.rename(target)
 
 
@@ -181,7 +181,8 @@ def _downloaded(folder: Path, requirement: str, *flags: str) -> Path:
     return next(file for pattern in patterns for file in folder.glob(pattern))
 
 
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, stdout=sys.stderr, check=False)
+def _run(command: Sequence[str], folder: Path | None = None) -> None:
+    """Run a command, in `folder` where it leaves files in the working folder."""
+    done = subprocess.run(command, cwd=folder, stdout=sys.stderr, check=False)
     if done.returncode != 0:
         raise SetupError(f"{' '.join(command)} failed with status {done.returncode}")

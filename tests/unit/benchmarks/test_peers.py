@@ -205,7 +205,8 @@ def test_conversions_run_once_without_leftovers(monkeypatch: pytest.MonkeyPatch,
     conversion = setup.Conversion(tmp_path / "models" / "small.Q8_0.gguf", ("quantise", setup.PART))
     commands: list[list[str]] = []
 
-    def run(command: list[str]) -> None:
+    def run(command: list[str], folder: Path) -> None:
+        assert folder == conversion.target.parent  # an exporter leaves its log where it runs
         commands.append(command)
         if len(commands) == 1:
             raise setup.SetupError("cut short")
