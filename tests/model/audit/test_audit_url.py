@@ -176,10 +176,10 @@ def test_the_report_is_text_and_json(folder):
     assert max(map(len, text.splitlines())) < 140
 
 
-@pytest.mark.parametrize(("url", "words"), [("http://127.0.0.1:9", "cannot be reached"), ("http://[", "is no address")])
-def test_an_absent_server_is_one_sentence(url, words, capsys):
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://[", "localhost:9"])
+def test_an_absent_server_is_one_sentence(url, capsys):
     assert server.cli.main.main(["audit", "--url", url]) == 1
-    assert words in capsys.readouterr().err
+    assert "cannot be reached" in capsys.readouterr().err
 
 
 def test_a_server_that_goes_away_is_one_sentence(folder):
