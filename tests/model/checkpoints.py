@@ -399,7 +399,9 @@ def learnt_engine(folder: Path, kind: str, policy: ExpansionPolicy, config: Sche
 def _loss(kind: str, files: Files, module: Any, ids: Tensor, states_TFD: Tensor, probs_TV: Tensor) -> Tensor:
     """Return the cross-entropy of a text, against the target's distributions."""
     config, tensors = files
-    rows_VW, embeddings_VW = (part.weight.detach().clone() for part in (module.get_output_embeddings(), module.get_input_embeddings()))
+    rows_VW, embeddings_VW = (
+        part.weight.detach().clone() for part in (module.get_output_embeddings(), module.get_input_embeddings())
+    )
     if kind == "medusa":
         normed = module.model.norm(states_TFD[:, -1])
         parts = [(_medusa_head(tensors, normed[: -1 - depth], depth, 1), probs_TV[1 + depth :]) for depth in range(3)]
