@@ -200,6 +200,7 @@ def served(stand_in: StandIn, encode: Callable[[str], list[int]] = lambda text: 
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else each answer waits 40 ms for an acknowledgement
 
         def do_GET(self):
             self._send(200, {"data": [{"id": "tiny", "owned_by": "stand-in"}]})
