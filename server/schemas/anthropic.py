@@ -9,7 +9,7 @@ from pydantic.json_schema import SkipJsonSchema
 from server.schemas.common import MAX_STOP_STRINGS, CacheSalt, StopString
 from server.schemas.forms import OTHER, OtherForm, by_type, form, refused_type
 from server.schemas.messages import MAX_MESSAGES
-from server.schemas.speculative import SpeculativeOptions
+from server.schemas.speculative import UntracedOptions
 from server.schemas.strict_model import MAX_INTEGER, Description, Name, Neutral, Strict, misfit
 from server.schemas.tools import MAX_TOOLS
 
@@ -282,14 +282,8 @@ class MessagesRequest(PromptRequest):
     stream: bool | None = None
     metadata: Metadata | None = None
     cache_salt: CacheSalt | None = None
-    speculative: SpeculativeOptions | None = None
+    speculative: UntracedOptions | None = None
     timeout_s: float | None = Field(None, gt=0, description="Seconds after which an unfinished request ends with an error.")
-
-    @model_validator(mode="after")
-    def _has_no_trace(self) -> Self:
-        if self.speculative is not None and self.speculative.trace:
-            raise misfit("speculative.trace", "trace is accepted only in streams of completions and chat completions")
-        return self
 
 
 class AnswerBlock(BaseModel):

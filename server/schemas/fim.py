@@ -1,14 +1,14 @@
 """Request of POST /v1/fim/completions, Mistral's route for editors. Its answer is that of a chat."""
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engine.core.sampling_limits import MAX_PENALTY
 from server.schemas.common import MAX_STOP_STRINGS, CacheSalt, StopString
 from server.schemas.completion import CompletionRequest
-from server.schemas.speculative import SpeculativeOptions
-from server.schemas.strict_model import MAX_INTEGER, Name, Strict, misfit
+from server.schemas.speculative import UntracedOptions
+from server.schemas.strict_model import MAX_INTEGER, Name, Strict
 
 
 class FimRequest(Strict):
@@ -26,16 +26,10 @@ class FimRequest(Strict):
     min_tokens: int | None = Field(None, ge=0, le=MAX_INTEGER)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stream: bool | None = None
-    speculative: SpeculativeOptions | None = None
+    speculative: UntracedOptions | None = None
     user: Name | None = None
     cache_salt: CacheSalt | None = None
     timeout_s: float | None = Field(None, gt=0, description="Seconds after which an unfinished request ends with an error.")
-
-    @model_validator(mode="after")
-    def _is_not_traced(self) -> Self:
-        if self.speculative is not None and self.speculative.trace:
-            raise misfit("speculative.trace", "trace is accepted only in streams of completions and chat completions")
-        return self
 
     def to_completion(self) -> CompletionRequest:
         """Return the request as a completion. Every stream ends with the counts."""

@@ -1,12 +1,12 @@
 """Request and answer of POST /infill, llama.cpp's route for editors: the text between a prefix and a suffix."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from server.schemas.common import MAX_STOP_STRINGS, CacheSalt, GenerationRequest, StopString, StreamUsage
-from server.schemas.speculative import SpeculativeOptions
-from server.schemas.strict_model import MAX_INTEGER, Name, Neutral, Strict, misfit
+from server.schemas.speculative import UntracedOptions
+from server.schemas.strict_model import MAX_INTEGER, Name, Neutral, Strict
 
 MAX_FILES = 1024
 MAX_RESPONSE_FIELDS = 64
@@ -55,16 +55,10 @@ class InfillRequest(Strict):
     response_fields: Annotated[list[Name], Field(max_length=MAX_RESPONSE_FIELDS, fail_fast=True)] | None = Field(
         None, description="The only fields of the answer; a/b is the field b of a."
     )
-    speculative: SpeculativeOptions | None = None
+    speculative: UntracedOptions | None = None
     user: Name | None = None
     cache_salt: CacheSalt | None = None
     timeout_s: float | None = Field(None, gt=0, description="Seconds after which an unfinished request ends with an error.")
-
-    @model_validator(mode="after")
-    def _is_not_traced(self) -> Self:
-        if self.speculative is not None and self.speculative.trace:
-            raise misfit("speculative.trace", "trace is accepted only in streams of completions and chat completions")
-        return self
 
     @property
     def prefix(self) -> str:

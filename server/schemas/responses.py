@@ -11,7 +11,7 @@ from server.schemas.common import MAX_LOGPROBS, CacheSalt, require_stream
 from server.schemas.forms import OTHER, OtherForm, by_type, form, refused_type
 from server.schemas.messages import MAX_MESSAGES
 from server.schemas.responses_items import Item
-from server.schemas.speculative import SpeculativeOptions
+from server.schemas.speculative import UntracedOptions
 from server.schemas.strict_model import MAX_INTEGER, Description, Name, Neutral, Strict, misfit
 from server.schemas.structured import JsonSchema
 from server.schemas.tools import MAX_TOOLS, FunctionDefinition, FunctionName, Tool
@@ -150,7 +150,7 @@ class ResponsesRequest(Strict):
     user: Name | None = None
     cache_salt: CacheSalt | None = None
     metadata: dict[Name, Name] | None = Field(None, max_length=16, description="Returned with the response; changes nothing.")
-    speculative: SpeculativeOptions | None = None
+    speculative: UntracedOptions | None = None
     timeout_s: float | None = Field(None, gt=0, description="Seconds after which an unfinished request ends with an error.")
     truncation: Literal["auto", "disabled"] | None = Field(None, description="auto: what does not fit is refused all the same.")
     service_tier: Annotated[object, Neutral("auto", "default")] = None
@@ -159,12 +159,6 @@ class ResponsesRequest(Strict):
     prompt: Annotated[object, Neutral()] = None
     max_tool_calls: Annotated[object, Neutral()] = None
     context_management: Annotated[object, Neutral([])] = None
-
-    @model_validator(mode="after")
-    def _is_not_traced(self) -> Self:
-        if self.speculative is not None and self.speculative.trace:
-            raise misfit("speculative.trace", "trace is accepted only in streams of completions and chat completions")
-        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:

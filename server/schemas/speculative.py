@@ -1,8 +1,8 @@
 """A request's options of speculation, and which combinations are refused."""
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from engine.core.tree import DEFAULT_BRANCHES, DEFAULT_DEPTH, DEFAULT_NODES, DEFAULT_SHAPE, DELAYED_TREES, Expansion, TreeName
 from engine.core.types import Speculation
@@ -63,3 +63,12 @@ class SpeculativeOptions(Strict):
     def to_speculation(self) -> Speculation:
         """Return the engine's record."""
         return Speculation(self.enabled, self.expansion, self.verifier, self.max_nodes, self.trace)
+
+
+def _without_trace(options: SpeculativeOptions) -> SpeculativeOptions:
+    if options.trace:
+        raise misfit("speculative.trace", "trace is accepted only in streams of completions and chat completions")
+    return options
+
+
+UntracedOptions = Annotated[SpeculativeOptions, AfterValidator(_without_trace)]  # where no stream has a trace
