@@ -219,7 +219,7 @@ class ServerAudit:
             source = self._source
             is_wrong = source.widest_deviation > max(0.01, self._tolerance) or source.num_empty
             detail = f"widest difference {source.widest_deviation:.2g}, {source.num_empty} tokens without a list"
-            verdict = CheckVerdict.VIOLATION if is_wrong else CheckVerdict.OK if source.num_lists else CheckVerdict.NOT_JUDGED
+            verdict = CheckVerdict.of(source.num_lists, int(is_wrong))
             yield CheckResult("log-probabilities", "alike after the same text", source.num_lists, verdict, detail)
 
 

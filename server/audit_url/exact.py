@@ -65,18 +65,13 @@ class ExactChecks:
             num_unknown += found is None
             tally += found or Tally()
             num_unlike += answer.samples[0].text != other.samples[0].text
-        verdict = (
-            CheckVerdict.VIOLATION if tally.num_mismatch else CheckVerdict.OK if tally.num_tokens else CheckVerdict.NOT_JUDGED
-        )
+        verdict = CheckVerdict.of(tally.num_tokens, tally.num_mismatch)
         detail = f"{tally.num_mismatch} wrong, {tally.num_near_tie} near ties, widest gap {tally.widest_gap:.2g}"
         if num_unlike:
             detail += f"; {num_unlike} texts differ from those sent alone"
         if num_unknown:
             detail += f"; the tokens of {num_unknown} texts are not known"
-        if not num_unlike or tally.num_tokens:
-            yield CheckResult(setting, "arg max", tally.num_tokens, verdict, detail)
-        else:
-            yield CheckResult(setting, "arg max", 0, CheckVerdict.NOT_JUDGED, detail)
+        yield CheckResult(setting, "arg max", tally.num_tokens, verdict, detail)
 
     def _tally(self, prompt: AuditPrompt, answer: Answer) -> Tally | None:
         """Compare each token with the arg max; None if the tokens are not known."""
@@ -176,8 +171,7 @@ def usage_result(answers: Sequence[Answer], num_prompt_tokens: Sequence[int | No
 
 
 def _counted(setting: str, check: str, num: int, num_wrong: int) -> CheckResult:
-    verdict = CheckVerdict.VIOLATION if num_wrong else CheckVerdict.OK if num else CheckVerdict.NOT_JUDGED
-    return CheckResult(setting, check, num, verdict, f"{num_wrong} wrong" if num_wrong else "")
+    return CheckResult(setting, check, num, CheckVerdict.of(num, num_wrong), f"{num_wrong} wrong" if num_wrong else "")
 
 
 def _texts(answers: Sequence[Answer | NotOffered]) -> list[str]:

@@ -18,6 +18,11 @@ class CheckVerdict(StrEnum):
     NOT_OFFERED = "not offered"
     NOT_JUDGED = "not judged"
 
+    @classmethod
+    def of(cls, num: int, num_wrong: int) -> "CheckVerdict":
+        """Return the verdict on so many cases, of which some are wrong."""
+        return cls.VIOLATION if num_wrong else cls.OK if num else cls.NOT_JUDGED
+
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:

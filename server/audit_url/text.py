@@ -1,13 +1,11 @@
 """The report of `latebranch audit --url` as text and as one JSON line."""
 
-import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any
 
 from engine.audit.report import AuditVerdict
+from engine.utils.finite_json import finite_json
 from server.audit_url.results import TOO_FEW, CheckResult, ServerReport
 
 
@@ -72,13 +70,4 @@ def as_json(report: ServerReport) -> str:
         }
         for one in report.results
     ]
-    return json.dumps(_finite({**head, "report": {**asdict(report), "results": results}}), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with null for infinite and undefined numbers, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite_json({**head, "report": {**asdict(report), "results": results}})

@@ -1,15 +1,12 @@
 """Runs `latebranch audit`: the configured engine writes its texts and is freed, then the reference checks them."""
 
 import argparse
-import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
-from typing import Any
 
 from engine.audit.collect import AuditRequestFailed, Collected, collect
 from engine.audit.examine import examine
@@ -21,6 +18,7 @@ from engine.build import BadConfiguration
 from engine.core.types import ModelInfo
 from engine.core.validation import RequestRefused
 from engine.scheduler.slot_allocator import IntegrityError
+from engine.utils.finite_json import finite_json
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.pretrained import load_tokenizer
 from server.adaptive_engine import tool_engine
@@ -89,13 +87,4 @@ def as_json(report: Report, info: ModelInfo) -> str:
     """Return one line with the engine's facts and the whole report."""
     verdict = {"verdict": report.verdict, "is_lossless": report.is_lossless, "inconclusive": report.inconclusive}
     everything = {"engine": asdict(info), **verdict, "level": report.level, "report": asdict(report)}
-    return json.dumps(_finite(everything), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with null for infinite and undefined numbers, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite_json(everything)

@@ -1,4 +1,4 @@
-"""No body is the server's fault: a few hundred of those that `python -m tests.stress.fuzz` sends ten thousand of."""
+"""No body makes the server fail: a few hundred random bodies. `python -m tests.stress.fuzz` sends ten thousand."""
 
 import json
 from collections.abc import Iterator

@@ -4,6 +4,7 @@ Predictions do not depend on the drafted tokens. So the children of all nodes of
 marginal of their place. Shape key: B roots, L levels, P proposals, M drafter's vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ from engine.model.causal_lm import CausalModel
 from engine.utils.host_transfer import integers
 
 
-class _LevelDrafter(FeatureDrafter):
+class _LevelDrafter(FeatureDrafter, ABC):
     """Keeps the logits of each tree's levels from its root until the next step."""
 
     num_levels: int
@@ -53,15 +54,17 @@ class _LevelDrafter(FeatureDrafter):
         logits_PM = torch.stack([*found.values()]) if found else none
         return Proposal(tuple(found), logits_PM, passes=passes, vocab=self._vocab)
 
+    @abstractmethod
     def _can_propose(self, root: FrontierNode) -> bool:
-        raise NotImplementedError
+        """Return whether the levels after a root can be predicted."""
 
+    @abstractmethod
     def _feed_features(self, rows: Sequence[Row]) -> int:
         """Feed what can be fed before the roots; return the number of tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _levels_after(self, roots: Sequence[FrontierNode], num_levels: int) -> Float[Tensor, "B L M"]:
-        raise NotImplementedError
+        """Return the logits of the levels after roots."""
 
 
 class DFlashDrafter(_LevelDrafter):

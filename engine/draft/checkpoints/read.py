@@ -23,7 +23,7 @@ from engine.draft.checkpoints.layer_keys import (
     unused_keys,
     vocabulary,
 )
-from engine.draft.checkpoints.shapes import DFlashShape, Eagle3Shape, KnownTokens, MedusaShape, Shape
+from engine.draft.checkpoints.shapes import DFlashShape, Eagle3Shape, KnownTokens, LayersShape, MedusaShape, Shape
 from engine.weights.facts import ModelFacts
 
 Reader = Callable[[CheckpointFiles, ModelFacts], tuple[Shape, Sequence[Keys]]]
@@ -112,11 +112,7 @@ def _read_eagle3(files: CheckpointFiles, target: ModelFacts) -> tuple[Eagle3Shap
     keys = _layer_keys(config, target)
     for key, allowed in _EAGLE_CONFIG.items():
         eagle.require(key, allowed)
-    layers = layers_shape(files, keys, first_input=2)
-    _require_untied(files, keys)
-    require_embeddings(files, layers.width, target)
-    vocab = vocabulary(files, config, target)
-    require_output(files, layers.width, vocab, target)
+    layers, vocab = _read_layers(files, keys, target, first_input=2)
     count = num_features(files, target.width, layers.width)
     named = [(config, 0), (eagle, 1)]
     after = _layers_named([(keys, _EAGLE3_IDS, shift) for keys, shift in named], target.num_layers)
@@ -146,11 +142,7 @@ def _read_dflash(files: CheckpointFiles, target: ModelFacts) -> tuple[DFlashShap
     keys = _layer_keys(config, target)
     for key, allowed in _DFLASH_CONFIG.items():
         flash.require(key, allowed)
-    layers = layers_shape(files, keys, first_input=1)
-    _require_untied(files, keys)
-    require_embeddings(files, layers.width, target)
-    vocab = vocabulary(files, config, target)
-    require_output(files, layers.width, vocab, target)
+    layers, vocab = _read_layers(files, keys, target, first_input=1)
     named = [(config, _DFLASH_IDS, 0), (config, "target_layer_ids", 1), (flash, "target_layer_ids", 1)]
     after = _layers_named(named, target.num_layers)
     if after is None:
@@ -209,6 +201,16 @@ def _read_medusa(files: CheckpointFiles, target: ModelFacts) -> tuple[MedusaShap
         files.require(name, size)
     files.require_no_others(set(tensors))
     return shape, (config,)
+
+
+def _read_layers(files: CheckpointFiles, keys: Keys, target: ModelFacts, first_input: int) -> tuple[LayersShape, KnownTokens]:
+    """Return the layers and the tokens that they predict; raise UnusableCheckpoint if they do not fit the target."""
+    layers = layers_shape(files, keys, first_input)
+    _require_untied(files, keys)
+    require_embeddings(files, layers.width, target)
+    vocab = vocabulary(files, files.config, target)
+    require_output(files, layers.width, vocab, target)
+    return layers, vocab
 
 
 def _layer_keys(config: Keys, target: ModelFacts) -> Keys:

@@ -11,7 +11,7 @@ from engine.core.policy import PlainDecoding
 from engine.core.tree import parse_expansion
 from engine.core.types import Request, SamplingParams
 from engine.memory_plan import cache_bytes_per_token
-from engine.model import check, stored_model
+from engine.model import check
 from engine.model.causal_lm import load_model
 from engine.native import library
 from engine.native.linear import QUANTISED
@@ -23,6 +23,7 @@ from selector.network.net import NetShape, Objective, SelectorNet
 from server.cli.main import main
 from tests.conformance.folder import served_folder
 from tests.model.native_models import needs_library
+from tests.model.stored_models import stores_tiny_models
 
 
 @pytest.fixture(scope="module")
@@ -137,18 +138,8 @@ def test_a_selector_is_held_against_the_models(folder, capsys, tmp_path):
 
 @pytest.fixture
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """An empty cache, in which tiny models are stored by this process; return the precisions that were checked and stored."""
-    done: list[str] = []
-
-    def store(folder: Path, precision: str, target: Path) -> None:
-        done.append(precision)
-        stored_model.store(folder, precision, target)
-
-    monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored_model, "_FEWEST_PARAMETERS", 0)
-    monkeypatch.setattr(stored_model, "_SPARE_BYTES", 0)
-    monkeypatch.setattr(stored_model, "_store_in_process", store)
-    return done
+    """The precisions that are checked and stored, in an empty cache."""
+    return stores_tiny_models(tmp_path, monkeypatch)
 
 
 @needs_library

@@ -24,6 +24,7 @@ from engine.weights import UnsupportedModel, WeightsError
 from tests.model.folders import model_folder
 from tests.model.native.test_native_refusals import SIZES
 from tests.model.native_models import KNOWN, PRECISIONS, alone, needs_library
+from tests.model.stored_models import stores_tiny_models
 
 CPU = torch.device("cpu")
 TEXT = [5, 17, 3, 44, 44, 9, 60, 1]
@@ -33,18 +34,8 @@ pytestmark = needs_library
 
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """An empty cache, in which tiny models are stored by this process; return the precisions that were stored."""
-    done: list[str] = []
-
-    def store(folder: Path, precision: str, target: Path) -> None:
-        done.append(precision)
-        stored_model.store(folder, precision, target)
-
-    monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored_model, "_FEWEST_PARAMETERS", 0)
-    monkeypatch.setattr(stored_model, "_SPARE_BYTES", 0)
-    monkeypatch.setattr(stored_model, "_store_in_process", store)
-    return done
+    """The precisions that are stored, in an empty cache."""
+    return stores_tiny_models(tmp_path, monkeypatch)
 
 
 def entries(tmp_path: Path) -> list[Path]:
