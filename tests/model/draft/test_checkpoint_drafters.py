@@ -40,6 +40,7 @@ from tests.model.checkpoints import (
     medusa_files,
     written,
 )
+from tests.model.draft.beside_cached_text import require_plain_texts_beside_cached_text
 from tests.model.driving import greedy, run, sampled
 from tests.model.kv_cache.test_kv_cache import RandomExpansion
 from tests.model.mixed import PROMPTS, mixed_requests

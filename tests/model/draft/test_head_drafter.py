@@ -33,6 +33,7 @@ from engine.model.linear_backends import NATIVE, PackedLinear
 from engine.scheduler.scheduler import Scheduler
 from engine.testing import tiny_engine, tiny_model, tiny_module
 from engine.utils.host_transfer import integers
+from tests.model.draft.beside_cached_text import require_plain_texts_beside_cached_text
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import drafter_of, head_engine, head_logits, learnt_head, random_head, true_features
 from tests.model.kv_cache.test_kv_cache import RandomExpansion
