@@ -12,7 +12,7 @@ UNNAMED = "-"  # in the log and in /metrics, for a key without a name or a reque
 MIN_KEY_CHARS = 16  # shorter ones can be guessed
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_SCRAPED = frozenset({"/metrics", "/load"})
+_SCRAPED = frozenset({"/metrics", "/load", "/v1/loads"})
 
 
 class Role(StrEnum):

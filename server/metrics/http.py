@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
-_UNCOUNTED = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/version"})  # frequent probes
+_UNCOUNTED = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/v1/loads", "/version"})  # frequent probes
 
 
 class HttpMetrics:

@@ -1,6 +1,7 @@
 """Metrics of engine steps: load, throughput, speculation, updated with the StepStats of each step."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine.core.config import BLOCK_TOKENS
 from engine.core.service import EngineHealth, EngineState
@@ -9,6 +10,21 @@ from server.metrics.constructors import ITERATION_BUCKETS, PHASE_BUCKETS, Famili
 
 _MAX_EXPANSION_LABELS = 64
 _OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Requests and cache slots of an engine."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_used_slots: int = 0
+    num_slots: int = 0
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache's slots in use."""
+        return self.num_used_slots / max(1, self.num_slots)
 
 
 class StepMetrics:
@@ -29,11 +45,11 @@ class StepMetrics:
 
     def _add_load(self, families: Families) -> None:
         running = families.gauge("vllm:num_requests_running", "Requests that take part in steps.")
-        running.set_function(lambda: self._load(lambda last: last.num_running))
+        running.set_function(lambda: self.load.num_running)
         waiting = families.gauge("vllm:num_requests_waiting", "Requests that wait to be admitted.")
-        waiting.set_function(lambda: self._load(lambda last: last.num_waiting))
+        waiting.set_function(lambda: self.load.num_waiting)
         cache_usage = families.gauge("vllm:kv_cache_usage_perc", "Share of the cache's slots in use; 1 is full.")
-        cache_usage.set_function(lambda: self._load(lambda last: last.num_used_slots / max(1, last.num_slots)))
+        cache_usage.set_function(lambda: self.load.cache_usage)
         self._prompt_tokens = families.counter("vllm:prompt_tokens", "Prompt tokens processed.")
         self._prefix_queries = families.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = families.counter("vllm:prefix_cache_hits", "Prompt tokens found cached, and not fed.")
@@ -120,11 +136,13 @@ class StepMetrics:
         self._on_policy(stats)
         self._on_seconds(stats)
 
-    def _load(self, value: Callable[[StepStats], float]) -> float:
-        """Return a value of the living worker's last step; 0 if there is no such step."""
-        health = self._health()
-        is_alive = health.state is EngineState.READY and health.num_restarts == self._last_restarts
-        return value(self._last) if is_alive and self._last is not None else 0.0
+    @property
+    def load(self) -> EngineLoad:
+        """The load after the living worker's last step; zeros if there is no such step."""
+        health, last = self._health(), self._last
+        if last is None or health.state is not EngineState.READY or health.num_restarts != self._last_restarts:
+            return EngineLoad()
+        return EngineLoad(last.num_running, last.num_waiting, last.num_used_slots, last.num_slots)
 
     def _on_speculation(self, stats: StepStats) -> None:
         self._drafts.inc(stats.num_drafts)

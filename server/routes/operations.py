@@ -1,5 +1,6 @@
-"""Endpoints for operators: /live, /ready, /health, /load, /metrics, /version."""
+"""Endpoints for operators: /live, /ready, /health, /load, /v1/loads, /metrics, /version."""
 
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from server.metrics import CONTENT_TYPE
 from server.routes.common import ERRORS, runtime_of
 from server.routes.health import HealthReport, health_report
-from server.schemas.answer import Load, Version
+from server.schemas.answer import Load, Loads, Version, WorkerLoad
 
 router = APIRouter(tags=["operations"])
 
@@ -45,6 +46,21 @@ async def health(request: Request) -> Response:
 async def load(request: Request) -> Load:
     """Answer with the number of open requests, which a load balancer compares between replicas."""
     return Load(server_load=runtime_of(request).metrics.http.num_open)
+
+
+@router.get("/v1/loads", responses=_CLOSED)
+async def loads(request: Request) -> Loads:
+    """Answer with the engine's load in SGLang's form, for gateways. `include` is accepted: the report has all that there is."""
+    load = runtime_of(request).metrics.steps.load
+    one = WorkerLoad(
+        num_running_reqs=load.num_running,
+        num_waiting_reqs=load.num_waiting,
+        num_total_reqs=load.num_running + load.num_waiting,
+        num_used_tokens=load.num_used_slots,
+        max_total_num_tokens=load.num_slots,
+        token_usage=load.cache_usage,
+    )
+    return Loads(timestamp=datetime.now(UTC).isoformat(), loads=[one])
 
 
 @router.get("/metrics", response_class=Response, responses={**_TEXT, **_CLOSED})

@@ -143,6 +143,26 @@ class Load(BaseModel):
     server_load: int = Field(description="Open requests, streams included, probes excluded.")
 
 
+class WorkerLoad(BaseModel):
+    """The load of one engine. SGLang's gateway drops a report with a null, or with a float in place of a count."""
+
+    dp_rank: int = 0
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int = Field(description="Cache slots of live requests. Prefixes kept for later requests are not counted.")
+    max_total_num_tokens: int
+    token_usage: float = Field(description="Share of the cache's slots in use.")
+
+
+class Loads(BaseModel):
+    """Answer to GET /v1/loads, in SGLang's form."""
+
+    timestamp: str
+    dp_rank_count: int = 1
+    loads: list[WorkerLoad]
+
+
 class Version(BaseModel):
     """Answer to GET /version."""
 

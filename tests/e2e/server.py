@@ -43,7 +43,7 @@ def running_server(
     log: Path, *flags: str, key: str | None = None, program: Path = PROGRAM, environment: Mapping[str, str] | None = None
 ) -> Iterator[RunningServer]:
     """Start `latebranch serve` with flags, wait until it is ready, stop it with SIGTERM; it is asked with `key`."""
-    port = _free_port()
+    port = free_port()
     command = [str(program), "serve", "--port", str(port), "--num-threads", "1", *flags]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=dict(environment or os.environ))
@@ -69,7 +69,8 @@ def _wait_until_ready(server: RunningServer, log: Path) -> None:
     raise AssertionError(f"the server did not become ready:\n{log.read_text()[-4000:]}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that no process uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -86,6 +86,7 @@ PATHS = {
     "/ready": {"plain-key", "use-key", "ad:min"},
     "/metrics": {"plain-key", "scrape-key", "ad:min"},
     "/load": {"plain-key", "scrape-key", "ad:min"},
+    "/v1/loads": {"plain-key", "scrape-key", "ad:min"},
     "/live": {"plain-key", "use-key", "scrape-key", "ad:min", "none"},
 }
 

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -68,6 +69,7 @@ async def test_keys_open_everything_but_liveness():
             "/ready",
             "/version",
             "/load",
+            "/v1/loads",
             "/tokenizer_info",
             "/docs",
             "/openapi.json",
@@ -179,6 +181,26 @@ async def test_the_load_is_what_is_being_worked_on():
         await asyncio.gather(*asked)
         assert (await client.post("/v1/completions", json=completion(n=0))).status_code == 400
         assert await load() == 0
+
+
+def _kinds(value: Any) -> set[type]:
+    """Return the types of all values in a JSON document."""
+    if isinstance(value, dict | list):
+        return set().union(*map(_kinds, value.values() if isinstance(value, dict) else value))
+    return {type(value)}
+
+
+async def test_loads_has_the_form_that_gateways_read():
+    """smg drops a report whose timestamp is a number, whose counts are floats, or that has a null or no loads."""
+    async with in_process(FakeEngine(script=says([5] * 9), chunks=(1, 4))) as client:
+        for _ in range(2):  # before the first step, and after a request
+            report = (await client.get("/v1/loads", params={"include": "core,disagg,queues,memory"})).json()
+            assert isinstance(report["timestamp"], str)
+            (load,) = report["loads"]
+            assert {name for name, value in load.items() if type(value) is not int} == {"token_usage"}
+            assert type(load["token_usage"]) is float
+            assert _kinds(report) == {str, int, float}
+            await client.post("/v1/completions", json=completion(n=2, max_tokens=9))
 
 
 async def test_refused_requests_are_counted_as_refused_and_nothing_else():
