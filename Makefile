@@ -19,6 +19,7 @@ SERVING := $(VENV)/.serving
 TOOLS := .venv-conformance
 CLIENTS := .venv-clients
 CLIENT_PINS := tests/conformance/clients
+CLUSTER := .venv-cluster
 # Compiled at installation, where there is a compiler.
 NATIVE := $(wildcard engine/native/cpp/*.cpp engine/native/cpp/*.h)
 # After a bin/: where the environment's packages are.
@@ -37,10 +38,10 @@ define INSTALL
 	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/tests/' "$$($(BIN)/$(PURELIB))" | .ci/shown "compiling Python files" || true
 endef
 
-.PHONY: help install weights serve test test-fast conformance lint format bench clean
+.PHONY: help install weights serve replicas test test-fast cluster-test conformance lint format bench clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## make the environment in .venv, with the versions of constraints.txt
 
@@ -60,12 +61,24 @@ weights: $(SERVING) ## fetch and convert the weights of MODEL (smollm2-135m), on
 serve: weights ## serve MODEL (smollm2-135m) on 127.0.0.1:8000
 	$(BIN)/latebranch serve $(SERVE_MODEL) $(ARGS)
 
+replicas: weights $(CLUSTER)/.installed ## serve REPLICAS (2) copies of MODEL behind the gateway smg on 127.0.0.1:8000
+	deploy/replicas.sh $(BIN)/latebranch $(CLUSTER)/bin/smg $(SERVE_MODEL) $(ARGS)
+
 # A process a core; what shares a loaded model stays in one of them (tests/scheduling.py).
 test: $(INSTALLED) ## run the whole suite on every core
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 $(ARGS)
 
 test-fast: $(INSTALLED) ## run the tests that need no model: about a minute on two cores
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 tests/unit tests/selector -m "not slow" $(ARGS)
+
+cluster-test: $(INSTALLED) $(CLUSTER)/.installed ## run the tests of replicas behind a gateway
+	CLUSTER_VENV=$(abspath $(CLUSTER)) $(BIN)/python -m pytest tests/cluster $(ARGS)
+
+# The gateway, apart from $(VENV): it has pins of its own.
+$(CLUSTER)/.installed: tests/cluster/gateway.txt
+	test -x $(CLUSTER)/bin/python || $(PYTHON) -m venv $(CLUSTER)
+	$(CLUSTER)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
 
 conformance: $(INSTALLED) $(TOOLS)/.installed $(CLIENTS)/.installed ## run the kit of docs/conformance.md at length, all clients and tools too
 	CONFORMANCE_VENV=$(abspath $(TOOLS)) CLIENTS_VENV=$(abspath $(CLIENTS)) $(BIN)/python -m pytest tests/conformance --conformance-examples 100 $(ARGS)
@@ -104,5 +117,5 @@ bench: $(INSTALLED) ## measure a running engine on this machine
 	$(BIN)/latebranch bench $(ARGS)
 
 clean: ## delete the environment and every tool's cache; weights stay
-	rm -rf $(VENV) $(TOOLS) build dist *.egg-info engine/native/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TOOLS) $(CLIENTS) $(CLUSTER) build dist *.egg-info engine/native/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
