@@ -144,7 +144,9 @@ def _cells(speeds: Sequence[float], base: Sequence[float]) -> list[str]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replicas", description=__doc__.splitlines()[0])
-    parser.add_argument("--smg", type=Path, default=Path(".venv-cluster/bin/smg"), metavar="FILE", help="the gateway of `make cluster-test`")
+    parser.add_argument(
+        "--smg", type=Path, default=Path(".venv-cluster/bin/smg"), metavar="FILE", help="the gateway of `make cluster-test`"
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--replicas", type=int, default=2)

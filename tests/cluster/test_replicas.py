@@ -92,7 +92,8 @@ def test_streams_of_a_draining_replica_end_whole(gateway: str, replicas: list[Ru
 
     def read(request: dict[str, Any]) -> tuple[str, str]:
         with httpx.stream("POST", gateway + "/v1/completions", json=request, timeout=120) as answer:
-            lines, home = [], answer.headers[ROUTED]
+            lines: list[str] = []
+            home = answer.headers[ROUTED]
             for line in answer.iter_lines():
                 if len(lines) == 8 and not stopped:  # the first stream that is under way stops its replica
                     stopped.append(next(replica for replica in replicas if replica.url == home))
