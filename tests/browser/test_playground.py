@@ -58,7 +58,7 @@ def shot(page: Page, name: str, tmp_path_factory: pytest.TempPathFactory) -> Non
     page.screenshot(path=tmp_path_factory.getbasetemp() / f"{name}.png", full_page=True)
 
 
-def test_the_text_is_the_servers_and_plain_decodings(answered: Page, server: RunningServer) -> None:
+def test_drafted_text_equals_plain_decoding(answered: Page, server: RunningServer) -> None:
     body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": PROMPT}], **ANSWER}
     told = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=240).json()["choices"][0]["message"]["content"]
     for side in ("drafted", "plain"):
@@ -66,7 +66,7 @@ def test_the_text_is_the_servers_and_plain_decodings(answered: Page, server: Run
     expect(answered.locator("#verdict")).to_contain_text("The same text, token for token")
 
 
-def test_a_tree_is_drawn_for_each_step_of_the_text(answered: Page) -> None:
+def test_each_step_has_a_tree(answered: Page) -> None:
     steps = answered.locator("#drafted .step")
     numbers = {
         name: float(answered.locator(f"#drafted [data-place={name}]").inner_text()) for name in ("steps", "tokens", "per-step")
@@ -129,7 +129,7 @@ def test_it_can_be_read_by_all(
     assert serious(answered, axe) == []
 
 
-def test_it_explains_itself_before_anything_is_asked(page: Page, axe: str) -> None:
+def test_example_step_is_shown_before_use(page: Page, axe: str) -> None:
     """A recorded step is drawn, its parts are named, and it is walked by keyboard."""
     example = page.get_by_label("One step, as an example")
     expect(example.locator(".node")).to_have_count(13)
@@ -139,7 +139,7 @@ def test_it_explains_itself_before_anything_is_asked(page: Page, axe: str) -> No
     assert serious(page, axe) == []
 
 
-def test_a_server_with_keys_is_asked_for_one(page: Page, server: RunningServer) -> None:
+def test_page_prompts_for_a_required_key(page: Page, server: RunningServer) -> None:
     opens: list[str | None] = []
 
     def gate(route: Route) -> None:
@@ -160,7 +160,7 @@ def test_a_server_with_keys_is_asked_for_one(page: Page, server: RunningServer) 
     assert opens == [None, "Bearer secret"]
 
 
-def test_what_the_server_refuses_is_told(page: Page) -> None:
+def test_server_refusal_is_shown(page: Page) -> None:
     page.get_by_label("Max tokens").fill("100000")
     page.get_by_role("button", name="Generate").click()
     expect(page.get_by_role("alert")).to_contain_text("100000 more are requested")

@@ -58,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not ENVIRONMENTS.exists(), reason="the clients are not installed: `make conformance` does")
 @pytest.mark.parametrize("program", [*sorted(PROGRAMS.glob("*_client.py")), PROGRAMS / "vercel.mjs"], ids=lambda path: path.stem)
-def test_a_client_does_what_the_table_says(program: Path, server: RunningServer, tmp_path: Path) -> None:
+def test_client_behaves_as_documented(program: Path, server: RunningServer, tmp_path: Path) -> None:
     command, folder = _command(program)
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")

@@ -150,7 +150,7 @@ def _is_stream(response: Any) -> bool:
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_what_the_schema_allows_is_answered_as_it_says(url: str, document: Any, path: str, conformance_examples: int) -> None:
+def test_allowed_requests_are_answered_per_schema(url: str, document: Any, path: str, conformance_examples: int) -> None:
     statuses = check(url, document, path, "POST", GenerationMode.POSITIVE, conformance_examples)
     assert 200 in statuses
 
@@ -162,11 +162,11 @@ def test_what_the_schema_forbids_is_refused(url: str, document: Any, path: str, 
 
 
 @pytest.mark.parametrize("path", GETS)
-def test_what_is_only_read_is_answered_as_it_says(url: str, document: Any, path: str) -> None:
+def test_reads_are_answered_per_schema(url: str, document: Any, path: str) -> None:
     check(url, document, path, "GET", GenerationMode.POSITIVE, 3)
 
 
-def test_what_is_removed_is_answered_as_it_says(url: str, document: Any) -> None:
+def test_deletions_are_answered_per_schema(url: str, document: Any) -> None:
     check(url, document, "/v1/responses/{response_id}", "DELETE", GenerationMode.POSITIVE, 3)
 
 

@@ -172,7 +172,7 @@ def check(num_examples: int) -> None:
         holds()
 
 
-def test_a_stream_says_what_the_whole_says_and_logprobs_are_the_targets_own(conformance_examples: int):
+def test_streams_equal_answers_with_target_logprobs(conformance_examples: int):
     check(conformance_examples)
 
 

@@ -76,7 +76,7 @@ def test_vllms_constraints_come_through_extra_body(
         {"type": "yaml"},
     ],
 )
-def test_a_format_that_cannot_be_kept_is_a_bad_request(client: openai.OpenAI, response_format: Any) -> None:
+def test_unsupported_format_is_a_bad_request(client: openai.OpenAI, response_format: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=HELLO, response_format=response_format)
     assert str(caught.value.param).startswith("response_format")

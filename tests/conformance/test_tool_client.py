@@ -43,7 +43,7 @@ def asked(**fields: Any) -> dict[str, Any]:
     ("choice", "names"),
     [("required", {"weather", "clock"}), ({"type": "function", "function": {"name": "clock"}}, {"clock"})],
 )
-def test_a_forced_call_is_of_its_schema_streamed_and_not(client: openai.OpenAI, choice: Any, names: set[str]) -> None:
+def test_forced_call_matches_schema_streamed_or_whole(client: openai.OpenAI, choice: Any, names: set[str]) -> None:
     fields = asked(tool_choice=choice, parallel_tool_calls=False)
     whole = client.chat.completions.parse(**fields)
     (call,) = whole.choices[0].message.tool_calls or []
@@ -55,7 +55,7 @@ def test_a_forced_call_is_of_its_schema_streamed_and_not(client: openai.OpenAI, 
     assert streamed.function.parsed_arguments == call.function.parsed_arguments
 
 
-def test_a_turn_goes_on_with_what_a_tool_found(client: openai.OpenAI) -> None:
+def test_conversation_continues_after_tool_result(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(**asked(tool_choice="required", parallel_tool_calls=False))
     (call,) = first.choices[0].message.tool_calls or []
     found = {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"is": 7})}
@@ -74,7 +74,7 @@ def test_a_turn_goes_on_with_what_a_tool_found(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ],
 )
-def test_what_cannot_be_called_is_a_bad_request(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+def test_uncallable_tool_is_a_bad_request(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**asked(**fields))
     assert str(caught.value.param).startswith(param)

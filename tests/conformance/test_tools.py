@@ -132,7 +132,7 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.mark.parametrize("backend", ["huggingface", "remote"])
-def test_lm_eval_finds_what_it_finds_in_the_weights_themselves(
+def test_lm_eval_scores_match_loaded_weights(
     server: RunningServer, weights: Path, reference: dict[str, Any], tmp_path: Path, backend: str
 ) -> None:
     """Log-likelihoods of choices and whole texts, arg maxes, accuracy, and greedy texts: as lm-eval's own `hf` has them."""

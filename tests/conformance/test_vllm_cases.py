@@ -310,7 +310,7 @@ def test_probes_and_version(url: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"null", b"\xff", b'{"model": "tiny", "prompt": NaN}', b"x" * 10_000])
-def test_a_body_that_is_no_json_is_400(url: str, body: bytes) -> None:
+def test_invalid_json_body_is_400(url: str, body: bytes) -> None:
     response = httpx.post(url + "/v1/completions", content=body, headers={"content-type": "application/json"}, timeout=PATIENCE_S)
     assert response.status_code == 400
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}

@@ -36,19 +36,19 @@ def expected(estimator: CountedAcceptance, text: Text, expansion: Expansion, nam
 
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.95])
 @pytest.mark.parametrize("tried", [[Expansion(4, 1, 0)], [TREE], [FORK, Expansion(3, 1, 0)]], ids=["chain", "tree", "mixed"])
-def test_every_entry_is_foretold_from_a_few(tried, chance):
+def test_every_entry_is_predicted_from_few(tried, chance):
     estimator, text = taught(tried, flat(chance))
     for entry in MENU.entries:
         assert expected(estimator, text, entry) == pytest.approx(text.expected_tokens(entry), rel=0.2), entry
 
 
-def test_depths_are_told_apart():
+def test_depths_are_distinguished():
     estimator, text = taught([Expansion(4, 1, 0)], lambda depth, num_generated: 0.9 if depth <= 2 else 0.1)
     assert expected(estimator, text, Expansion(2, 1, 0)) == pytest.approx(2.71, rel=0.1)
     assert expected(estimator, text, Expansion(4, 1, 0)) == pytest.approx(2.80, rel=0.1)
 
 
-def test_silence_is_foretold():
+def test_missing_drafts_are_predicted():
     estimator, text = taught([Expansion(4, 1, 0)], flat(0.9), offers=0.25)
     estimates = estimator.estimate([text.view("r")])
     place = MENU.index[Expansion(4, 1, 0)]
@@ -101,7 +101,7 @@ def test_part_of_menu_has_whole_numbers(has_delayed):
         text.num_generated += accepted + 1
 
 
-def test_strangers_and_plain_rows_say_nothing():
+def test_unknown_and_plain_rows_change_nothing():
     estimator, text = taught([Expansion(4, 1, 0)], flat(0.5), 50)
     before = estimator.estimate([text.view("r")]).tokens
     estimator.observe([DraftOutcome("stranger", Expansion(4, 1, 0), 4, 4, 4), DraftOutcome("r", PLAIN, 0, 0, 0)])
@@ -184,7 +184,7 @@ def test_best_tokens_of_countable_shapes():
     assert best_tokens(Expansion(0, 4, 8, "heap", 16), 0.0) == pytest.approx(1.0)
 
 
-def test_kinds_tell_distributions_apart():
+def test_kinds_separate_distributions():
     views = [Text(flat(0.5), temperature=temperature).view("r") for temperature in (0.0, 0.4, 1.0, 1.5)]
     assert len({kind_of(view.sampling, "traversal") for view in views}) == 4
     assert kind_of(views[0].sampling, "traversal") == kind_of(views[0].sampling, "coupled")
@@ -202,7 +202,7 @@ def test_often_empty_trees_bring_less():
     assert estimator.estimate([view]).tokens[0, menu.index[wished]] == pytest.approx(1.4, abs=0.15)
 
 
-def test_useless_drafter_is_known_to_newcomers():
+def test_new_sequences_know_a_useless_drafter():
     """Whatever looks best is tried, and nothing is accepted."""
     largest = Expansion(0, 3, 6, "beam", 64)
     menu = menu_of(largest, "coupled", largest)

@@ -206,7 +206,7 @@ def test_no_fixed_tree_follows_the_load(fixed):
         check_load(scores.Always(fixed))
 
 
-def test_silent_drafter_is_asked_where_cheap():
+def test_silent_drafter_is_used_where_cheap():
     text, policy = Text(flat(0.9), offers=0.2, context=100), adaptive(CHEAP)
     run(policy, CHEAP, [text], 150)
     assert run(policy, CHEAP, [text], 100, seed=1).rate > 1.2 * fixed_rate(CHEAP, [text], PLAIN)
@@ -418,7 +418,7 @@ def test_failed_lesson_costs_one_choice(caplog):
     assert "no lesson" in caplog.text
 
 
-def test_it_says_why_and_what_it_expects():
+def test_choice_reports_reason_and_expected_rate():
     policy, texts = adaptive(USUAL), texts_of(0.8, 1)
     reasons = run(policy, USUAL, texts, 200).reasons
     assert reasons.count(Reason.SPECULATION_PAYS) > 150

@@ -82,7 +82,7 @@ def test_calm_measurement_of_sizes_is_sound():
     assert bench.now_s < PLENTY_S
 
 
-def test_slow_machine_is_measured_where_telling():
+def test_slow_machine_is_measured_at_key_sizes():
     """The first round alone takes longer than the budget."""
     bench = PaperBench(lambda size, count: 1.4)
     assert bench.profile(budget_s=6.0).is_sound

@@ -164,7 +164,7 @@ def test_probed_step_differs_in_its_rows():
     assert tried == [step_of(one, step.places) for step in tried]
 
 
-def test_loss_is_seconds_less_tokens_worth():
+def test_loss_is_seconds_minus_token_value():
     chosen = Step((0,), tokens=2.0, seconds=1.0)
     assert Step((1,), tokens=3.0, seconds=2.0).loss_s(chosen) == pytest.approx(0.5)
     assert chosen.loss_s(chosen) == 0.0

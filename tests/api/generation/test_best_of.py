@@ -84,7 +84,7 @@ def test_none_that_is_left_out_is_better(means: list[float], num_prompts: int, d
     assert all(means[at] <= worst for at in set(range(num_samples)) - set(kept[:num_answers]))
 
 
-async def test_what_best_of_cannot_be_is_refused_by_name():
+async def test_invalid_best_of_is_refused_by_name():
     async with in_process(FakeEngine(), max_choices=8) as client:
         for fields in (
             {"best_of": 2, "stream": True},
@@ -98,7 +98,7 @@ async def test_what_best_of_cannot_be_is_refused_by_name():
     assert same.status_code == 200
 
 
-async def test_the_engine_is_asked_for_log_probabilities_only_to_rank():
+async def test_log_probabilities_are_requested_only_to_rank():
     engine = FakeEngine()
     async with in_process(engine) as client:
         for fields in ({"best_of": 1}, {"best_of": 2}, {"best_of": 2, "logprobs": 3}, {"best_of": 2, "n": 2}):

@@ -66,13 +66,13 @@ async def test_its_tokens_are_in_logprobs():
     await check_logprobs()
 
 
-async def test_no_alternatives_are_told_where_none_are_asked_for():
+async def test_zero_logprobs_return_no_alternatives():
     logprobs = (await answers(echo=True, logprobs=0))[0]["logprobs"]
     assert logprobs["top_logprobs"] is None
     assert len(logprobs["token_logprobs"]) == len(PROMPT_IDS) + len(SAID_IDS)
 
 
-async def test_stop_strings_are_not_looked_for_in_it():
+async def test_stop_strings_ignore_echoed_prompt():
     (choice, _) = await answers(echo=True, stop=["quick", " world"])
     assert (choice["text"], choice["finish_reason"]) == (PROMPT + "hello", "stop")
 
@@ -100,7 +100,7 @@ async def check_joint(prompt: str, said: str, monkeypatch: pytest.MonkeyPatch) -
         assert answer["choices"][0]["text"] == byte_fallback().decode(ids, skip_special_tokens=True)
 
 
-async def test_one_text_kills_a_prompt_that_is_decoded_alone(monkeypatch):
+async def test_joint_decoding_kills_separate_prompt_decoding(monkeypatch):
     monkeypatch.setattr(PromptEcho, "echo", decoded_alone)
     with pytest.raises(AssertionError):
         await check_joint("the", " cat sat", monkeypatch)
@@ -112,7 +112,7 @@ def decoded_alone(self, _detokenizer):
     return text + alone.close(), entries
 
 
-async def test_so_much_is_not_told_of_prompts():
+async def test_too_many_prompt_logprobs_are_refused():
     async with in_process(FakeEngine(max_model_len=8192)) as client:
         ids = [5] * 4000
         fits = await client.post("/v1/completions", json=completion(prompt=ids, echo=True, logprobs=1, max_tokens=1))
@@ -127,7 +127,7 @@ async def test_what_was_cut_is_not_given_back():
     assert choice["text"] == byte_level().decode(PROMPT_IDS[-4:]) + SAID
 
 
-async def test_a_text_that_ends_at_once_has_its_prompt():
+async def test_empty_completion_still_echoes_prompt():
     async with in_process(FakeEngine(says([9]), eos_token_ids=(9,))) as client:
         answer = await client.post("/v1/completions", json=completion(prompt=PROMPT, echo=True, logprobs=1))
     assert answer.json()["choices"][0]["text"] == PROMPT
@@ -211,7 +211,7 @@ async def test_no_tokens_are_refused_without_echo():
             )
 
 
-async def test_a_prompt_that_fills_the_context_is_scored():
+async def test_prompt_filling_context_is_scored():
     """It was one token too long for any answer, and has none."""
     async with in_process(FakeEngine(max_model_len=16)) as client:
         full = completion(prompt=[5] * 16, echo=True, logprobs=0)
@@ -247,7 +247,7 @@ async def test_logprobs_kill(name, mutant, monkeypatch):
         await check_logprobs()
 
 
-async def test_offsets_kill_a_text_that_begins_at_its_own_end(monkeypatch):
+async def test_logprobs_kill_zero_offsets(monkeypatch):
     monkeypatch.setattr(choice, "entry_of", lambda *args: replace(entry_of(*args), offset=0))
     with pytest.raises(AssertionError):
         await check_logprobs()

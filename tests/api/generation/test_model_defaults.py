@@ -63,7 +63,7 @@ async def test_max_new_tokens_bounds_the_default(path: str, body: dict[str, Any]
     assert (await asked_of_the_engine(path, {**body, name: 9}))["max_tokens"] == 9
 
 
-async def test_a_responses_answer_tells_what_was_used() -> None:
+async def test_responses_answer_reports_used_parameters() -> None:
     async with in_process(FakeEngine(defaults=DEFAULTS)) as client:
         body = {"model": MODEL, "input": "hello"}
         open_answer, own = [(await client.post("/v1/responses", json={**body, **one})).json() for one in ({}, {"top_p": 1})]
@@ -71,7 +71,7 @@ async def test_a_responses_answer_tells_what_was_used() -> None:
     assert (own["temperature"], own["top_p"]) == (0.7, 1.0)
 
 
-async def test_a_prompt_is_cut_for_the_default_length() -> None:
+async def test_truncation_leaves_room_for_default_length() -> None:
     """`truncate_prompt_tokens` -1 leaves room for what will be generated."""
     for path, prompt in (("/v1/completions", completion()), ("/v1/chat/completions", chat())):
         engine = FakeEngine(defaults=DEFAULTS, max_model_len=12)

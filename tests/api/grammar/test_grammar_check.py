@@ -33,7 +33,7 @@ def asked(check: GrammarCheck, text: str, key: str) -> asyncio.Task[None]:
     return asyncio.create_task(check.require(Grammar(GrammarKind.REGEX, text), "structured_outputs", key))
 
 
-async def test_a_key_that_asks_for_many_holds_up_another_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_grammars_delay_other_key_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     trials, check = Trials(monkeypatch), GrammarCheck(_describe)
     asking = [asked(check, f"a{number}", "a") for number in range(30)]
     await asyncio.sleep(0)

@@ -70,7 +70,7 @@ ASKED: list[tuple[dict[str, Any], Grammar | None]] = [
 ]
 
 
-async def test_the_engine_is_asked_for_the_grammar():
+async def test_grammar_reaches_the_engine():
     engine = fake()
     async with in_process(engine) as client:
         for fields, grammar in ASKED:
@@ -119,7 +119,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_what_cannot_be_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+async def test_unsupported_constraints_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammar_process, "_DEADLINE_S", 2.0)
     engine = fake()
     async with in_process(engine) as client:
@@ -131,12 +131,12 @@ async def test_what_cannot_be_kept_is_refused_by_name(monkeypatch: pytest.Monkey
     assert not engine.requests
 
 
-async def test_a_model_without_an_end_token_is_held_to_nothing():
+async def test_grammar_without_end_token_is_refused():
     async with in_process(FakeEngine()) as client:
         assert refused(await post(client, response_format={"type": "json_object"}))[0] == "response_format"
 
 
-async def test_a_grammar_is_tried_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+async def test_grammar_check_leaves_event_loop_free(monkeypatch: pytest.MonkeyPatch):
     """Others are answered while one is tried, and what they ask for does not wait."""
     going = threading.Event()
     monkeypatch.setattr(GrammarProcess, "check", lambda *_: going.wait(30))
@@ -148,7 +148,7 @@ async def test_a_grammar_is_tried_beside_the_event_loop(monkeypatch: pytest.Monk
         assert (await held).status_code == 200
 
 
-async def test_a_grammar_that_is_known_waits_for_no_other(monkeypatch: pytest.MonkeyPatch):
+async def test_known_grammar_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch):
     """One client's schemas, each of which takes seconds to refuse, would hold up everybody else's."""
     going = threading.Event()
     monkeypatch.setattr(GrammarProcess, "check", lambda _, __, grammar: grammar.text == "a" or going.wait(30))
@@ -237,7 +237,7 @@ async def test_numbers_of_schemas_are_not_rounded(number: str):
     assert len(engine.requests) == 1
 
 
-async def test_a_decimal_of_an_annotation_is_no_error():
+async def test_decimal_in_annotation_is_accepted():
     """Digits that only a description has change nothing."""
     body = f'{json.dumps(completion(max_tokens=3))[:-1]},"structured_outputs":{{"json":{{"default":{FINE},"type":"null"}}}}}}'
     async with in_process(fake()) as client:

@@ -152,7 +152,7 @@ async def test_a_refusal_is_read_by_every_client(client: Callable[[str, bytes], 
             assert await asyncio.to_thread(client, f"http://127.0.0.1:{port}/v1/completions", body) == status
 
 
-async def test_a_server_that_closes_at_once_is_noticed(monkeypatch: pytest.MonkeyPatch):
+async def test_immediate_close_is_detected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_LingeringTransport, "close", lambda self: self._transport.close())
     async with serving() as port:
         url, body = f"http://127.0.0.1:{port}/v1/completions", json.dumps(completion(prompt="x" * 8_000_000)).encode()
@@ -160,7 +160,7 @@ async def test_a_server_that_closes_at_once_is_noticed(monkeypatch: pytest.Monke
             await asyncio.to_thread(lambda: [_by_old_http(url, body) for _ in range(20)])
 
 
-async def test_a_client_that_sends_on_for_ever_is_not_waited_for():
+async def test_client_sending_forever_is_cut_off():
     async with serving(client_limit_s=0.5) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\nConnection: close\r\n\r\n")
@@ -230,7 +230,7 @@ def test_connections_stay_below_the_limit_of_descriptors(monkeypatch: pytest.Mon
         assert _max_connections(wanted) == most
 
 
-async def test_of_too_many_connections_the_longest_idle_is_closed():
+async def test_longest_idle_connection_is_closed_at_limit():
     engine = FakeEngine(gate=(gate := asyncio.Event()), num_free_events=3)
     async with serving(engine, max_connections=3) as port:
         url = f"http://127.0.0.1:{port}"

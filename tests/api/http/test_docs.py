@@ -16,7 +16,7 @@ KEYS = (SecretStr("some-key"),)
 
 
 @needs_files
-async def test_the_page_loads_from_here_without_a_key():
+async def test_docs_page_loads_locally_without_key():
     """The bug: the page loaded its scripts from a CDN, without a policy, and asked for a key that a browser cannot send."""
     async with in_process(FakeEngine(), api_keys=KEYS) as client:
         answers = {path: await client.get(path) for path in sorted(docs.PATHS)}
@@ -52,7 +52,7 @@ async def test_a_missing_package_is_no_failure(monkeypatch: pytest.MonkeyPatch, 
     assert "fastapi-swagger is not installed" in caplog.text
 
 
-async def test_the_schema_says_what_asks_for_a_key():
+async def test_schema_marks_operations_requiring_a_key():
     async with in_process(FakeEngine(), api_keys=KEYS) as client:
         document = (await client.get("/openapi.json", headers={"Authorization": "Bearer some-key"})).json()
         assert document["components"]["securitySchemes"] == {

@@ -26,7 +26,7 @@ def said_to(request: Request) -> tuple[int, ...]:
     return tuple(counting(request))
 
 
-async def test_answers_are_those_of_their_prompts_and_seeds():
+async def test_answers_match_their_prompts_and_seeds():
     engine = FakeEngine(chunks=(1, 3, 2))
     async with over_loopback(engine) as url:
         found = await asyncio.to_thread(run_job, job(url, concurrency=3))
@@ -38,7 +38,7 @@ async def test_answers_are_those_of_their_prompts_and_seeds():
     assert found.tokens_per_s == pytest.approx(36 / found.seconds)
 
 
-async def test_no_more_requests_are_under_way_than_asked():
+async def test_concurrency_stays_within_the_requested_limit():
     most = 0
 
     def script(request: Request) -> list[int]:
@@ -53,7 +53,7 @@ async def test_no_more_requests_are_under_way_than_asked():
     assert all(request.sampling.temperature == 0 for request in engine.requests)
 
 
-async def test_what_is_refused_or_breaks_off_fails_the_job():
+async def test_refused_or_broken_answer_fails_job():
     async with over_loopback(FakeEngine(fail_after=2)) as url:
         with pytest.raises(JobFailed):
             await asyncio.to_thread(run_job, job(url))
@@ -70,7 +70,7 @@ async def test_answers_of_another_length_are_not_measured():
         require_length(asked, found.answers)
 
 
-async def test_the_client_process_outlives_a_job_that_fails(tmp_path: Path):
+async def test_client_process_survives_a_failed_job(tmp_path: Path):
     client = await asyncio.to_thread(start_client, tmp_path / "log")
     try:
         async with over_loopback(FakeEngine()) as url:
@@ -85,7 +85,7 @@ async def test_the_client_process_outlives_a_job_that_fails(tmp_path: Path):
     assert client.group.peak_bytes() == 0  # it is gone
 
 
-def test_jobs_and_answers_come_through_as_they_were():
+def test_jobs_and_answers_survive_round_trip():
     asked = job("http://127.0.0.1:1")
     assert Job.from_json(asked.to_json()) == asked
     told = '{"seconds": 2.0, "answers": [{"first_s": 0.5, "last_s": 1.7, "num_tokens": 4, "token_ids": [1, 2, 3, 4]}]}'

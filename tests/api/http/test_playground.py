@@ -18,7 +18,7 @@ def options_of(page: str, name: str) -> list[str]:
     return re.findall(r'<option value="(\w*)"', select)
 
 
-async def test_page_and_files_are_served_without_a_key() -> None:
+async def test_page_and_files_need_no_key() -> None:
     async with in_process(FakeEngine(), api_keys=("secret",)) as client:
         for path in sorted(playground.PATHS):
             answer = await client.get(path)

@@ -71,7 +71,7 @@ def _open_stream(port: int) -> Iterator[Iterator[str]]:
         yield lines
 
 
-def test_sigterm_drains_and_ends_what_is_left_with_an_error():
+def test_sigterm_drains_then_ends_streams_with_error():
     with _process(port := _free_port(), 0.5) as process:
         _wait_ready(port)
         with _open_stream(port) as lines:
@@ -105,7 +105,7 @@ def messages(process: subprocess.Popen[bytes]) -> list[str]:
     return [json.loads(line)["message"] for line in log.decode().splitlines()]
 
 
-def test_the_last_line_of_a_start_is_an_address_and_a_request():
+def test_last_startup_line_has_address_and_request():
     """The bug: a start ended in a record of forty numbers, and the address was three lines of uvicorn's before it."""
     with _process(port := _free_port(), 0.5) as process:
         _wait_ready(port)
@@ -118,7 +118,7 @@ def test_the_last_line_of_a_start_is_an_address_and_a_request():
     assert json.loads(body) == {"model": "fake", "messages": [{"role": "user", "content": "Hello"}]}
 
 
-def test_an_interrupt_says_what_it_waits_for():
+def test_interrupt_reports_open_answers():
     """The bug: Ctrl-C under an open stream looked as if it did nothing for half a minute."""
     with _process(port := _free_port(), 1000) as process:
         _wait_ready(port)
@@ -139,14 +139,14 @@ def test_an_interrupt_without_answers_waits_for_nothing():
     assert not any(line.startswith("stopping") for line in said)
 
 
-def test_an_engine_that_cannot_start_ends_the_process_with_the_reason():
+def test_failed_engine_start_exits_with_reason():
     with _process(_free_port(), 0.1, "the weights are not there") as process:
         _, log = process.communicate(timeout=60)
         assert process.returncode == 1
         assert any("the weights are not there" in json.loads(line)["message"] for line in log.decode().splitlines())
 
 
-def test_the_port_is_free_while_the_old_server_drains():
+def test_port_is_free_while_server_drains():
     """So a restart need not wait for the last answer: the next server takes new requests while this one ends its own."""
     with _process(port := _free_port(), 1000) as old:
         _wait_ready(port)

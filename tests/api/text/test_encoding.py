@@ -50,7 +50,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-async def test_text_that_cannot_fit_is_refused_before_it_is_encoded(encoded: list[str]):
+async def test_oversized_text_is_refused_before_encoding(encoded: list[str]):
     """The bug: a few bodies of 4 MiB kept the tokenizer, and with it every other client, for seconds, only to be refused."""
     limit = 20 * LONGEST_TOKEN
     async with in_process(FakeEngine(max_model_len=20)) as client:
@@ -92,7 +92,7 @@ async def test_other_refusals_encode_nothing(encoded: list[str], fields: dict[st
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
-def test_no_token_stands_for_more_bytes_than_the_longest(make: Any):
+def test_longest_token_bounds_all_token_bytes(make: Any):
     codec = TextCodec(make())
     lengths = [len(codec.token_text(i).raw) for i in make().get_vocab().values()]
     assert max(lengths) <= codec.longest_token_bytes <= 3 * max(lengths)
@@ -173,7 +173,7 @@ async def test_keys_are_encoded_by_turns(monkeypatch: pytest.MonkeyPatch):
     assert (await _order_of_texts(monkeypatch)).index("o") == 4
 
 
-async def test_a_busy_tokenizer_is_503_with_a_time(monkeypatch: pytest.MonkeyPatch):
+async def test_busy_tokenizer_is_503_with_retry_after(monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
     monkeypatch.setattr(TextCodec, "encode", lambda codec, text: (5,) if gate.wait(30) else ())
     monkeypatch.setattr(TokenizerThread.__init__, "__defaults__", (10,))
@@ -189,7 +189,7 @@ async def test_a_busy_tokenizer_is_503_with_a_time(monkeypatch: pytest.MonkeyPat
     assert refused.json()["error"]["code"] == "tokenizer_busy"
 
 
-async def test_work_that_nobody_waits_for_is_skipped():
+async def test_abandoned_work_is_skipped():
     """The bug: texts of clients that had left were still encoded, one after the other."""
     thread, gate, done = TokenizerThread(), threading.Event(), list[int]()
     first = asyncio.create_task(thread.run(1, gate.wait))
@@ -204,7 +204,7 @@ async def test_work_that_nobody_waits_for_is_skipped():
     thread.close()
 
 
-async def test_work_that_is_dropped_is_told_to_its_asker():
+async def test_dropped_work_raises_for_its_caller():
     thread, gate = TokenizerThread(), threading.Event()
     running, waiting, leaving = (asyncio.create_task(thread.run(1, gate.wait)) for _ in range(3))
     await asyncio.sleep(0)
@@ -217,7 +217,7 @@ async def test_work_that_is_dropped_is_told_to_its_asker():
         await thread.run(1, gate.wait)
 
 
-async def test_requests_that_wait_for_the_tokenizer_when_the_server_stops_are_503(monkeypatch: pytest.MonkeyPatch):
+async def test_waiting_requests_are_503_at_shutdown(monkeypatch: pytest.MonkeyPatch):
     """The bug: they ended in a CancelledError, and their connections without an answer."""
     gate, texts = threading.Event(), list[str]()
 
@@ -241,7 +241,7 @@ async def test_requests_that_wait_for_the_tokenizer_when_the_server_stops_are_50
     assert {answer.json()["error"]["code"] for answer in answers} == {"engine_unavailable"}
 
 
-async def test_a_client_that_leaves_takes_its_text_along(monkeypatch: pytest.MonkeyPatch):
+async def test_disconnect_cancels_encoding(monkeypatch: pytest.MonkeyPatch):
     """The bug: disconnects were noticed only once the prompt had been encoded."""
     asked, left = list[int](), list[int]()
     run = TokenizerThread.run
@@ -313,7 +313,7 @@ def _check_forging(codec: TextCodec) -> None:
     holds()
 
 
-def test_controls_are_the_templates_own_and_other_ids_are_transformers():
+def test_only_templates_insert_control_tokens():
     _check_forging(TextCodec(byte_level()))
 
 

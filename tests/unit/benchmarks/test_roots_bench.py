@@ -36,7 +36,7 @@ def rates(known: Known) -> dict[str, float]:
     return {name: float(rate.split()[0]) for name, rate, *_ in replayed(known)}
 
 
-def test_what_roots_tell_is_found():
+def test_informative_roots_improve_choices():
     found = rates(paper_roots(tells=1.0))
     assert found["plain decoding"] == 1.0
     for way in ("linear", "network"):
@@ -44,13 +44,13 @@ def test_what_roots_tell_is_found():
     assert found["what came"] >= found["linear"]
 
 
-def test_where_roots_tell_nothing_nobody_is_ahead():
+def test_uninformative_roots_improve_nothing():
     found = rates(paper_roots(tells=0.0))
     for way in ("linear", "network", "counting"):
         assert found[way] == pytest.approx(found["one least chance"], rel=0.05)
 
 
-def test_every_root_is_asked_about_once_and_no_text_is_learnt_from_and_asked_about():
+def test_folds_cover_roots_and_separate_texts():
     texts = [f"text-{place % 7}" for place in range(50)]
     asked = []
     for learnt, of_fold in folds(texts):
@@ -59,7 +59,7 @@ def test_every_root_is_asked_about_once_and_no_text_is_learnt_from_and_asked_abo
     assert sorted(asked) == list(range(50))
 
 
-def test_choices_make_the_most_of_all_seconds_not_of_each_step():
+def test_choices_maximise_overall_rate():
     """A dear tree that brings more a second than plain decoding, but less than what else the seconds could buy, is left."""
     tokens, seconds = np.array([[1.0, 4.0], [1.0, 1.3]]), np.array([[1.0, 1.1], [1.0, 1.2]])
     assert most_over_all(tokens, seconds).tolist() == [1, 0]

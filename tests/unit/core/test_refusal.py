@@ -81,7 +81,7 @@ def test_an_unknown_verifier_is_refused_by_name():
         require_runnable(Request("r", (1,), speculation=Speculation(verifier="guess")), INFO)
 
 
-def test_a_pair_that_is_not_lossless_is_refused_by_both_names():
+def test_lossy_pair_is_refused_with_both_names():
     heap = Expansion(0, 3, 4, "heap", 8)
     with pytest.raises(RequestRefused, match="'specinfer' is not lossless on 'heap' trees"):
         require_runnable(Request("r", (1,), speculation=Speculation(expansion=heap, verifier="specinfer")), INFO)

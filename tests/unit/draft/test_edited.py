@@ -20,7 +20,7 @@ LAW = (5, 7)
         (3, {"min_tokens": 4, "stop_token_ids": (6,)}),
     ],
 )
-def test_edits_that_leave_a_distribution_alone_or_raise_it(num_generated, fields):
+def test_harmless_edits_do_not_suppress_tokens(num_generated, fields):
     assert not may_suppress(SamplingParams(**fields), LAW, num_generated)
 
 
@@ -38,5 +38,5 @@ def test_edits_that_leave_a_distribution_alone_or_raise_it(num_generated, fields
         (3, {"min_tokens": 4, "stop_token_ids": (5,)}),
     ],
 )
-def test_edits_that_may_hinder_one_of_its_tokens(num_generated, fields):
+def test_suppressing_edits_are_detected(num_generated, fields):
     assert may_suppress(SamplingParams(**fields), LAW, num_generated)

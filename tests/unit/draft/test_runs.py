@@ -72,14 +72,14 @@ def view(request_id: str, num_remaining: int = 100, **speculation) -> SequenceVi
         (40, 9, Expansion(8, 1, 0)),
     ],
 )
-def test_the_longest_chain_that_is_sure_replaces_a_tree_that_is_less_deep(length, num_remaining, expected):
+def test_longest_sure_chain_replaces_shallower_tree(length, num_remaining, expected):
     choice = LongChainPolicy(Listening(), Sure({"r": length})).choose([view("r", num_remaining)])
     assert choice.expansions == (expected,)
     assert (choice.step_s is None) == (expected is not TREE)
 
 
 @pytest.mark.parametrize(("least", "expected"), [(0.9, Expansion(8, 1, 0)), (0.6, None)])
-def test_a_tree_that_ends_by_chances_is_as_deep_as_what_is_likely_enough(least, expected):
+def test_threshold_tree_is_as_deep_as_likely(least, expected):
     """Eight at .95 come all with a chance of .66: a tree that admits that goes as far itself, another ends at the second."""
     wish = Expansion(0, 4, 8, "noise_aware", 8, least)
     policy = LongChainPolicy(FixedExpansion(wish), Sure({"r": 9}, 0.95))
@@ -90,7 +90,7 @@ def test_a_tree_that_ends_by_chances_is_as_deep_as_what_is_likely_enough(least, 
     ("own", "told"),
     [(Reason.PLAIN_IS_BEST, Reason.COPIED_TEXT), (Reason.PROBE, Reason.COPIED_TEXT), (Reason.FALLBACK, Reason.FALLBACK)],
 )
-def test_a_step_of_copied_text_says_so_unless_the_policy_failed(own, told, monkeypatch):
+def test_copied_text_is_reported_unless_policy_failed(own, told, monkeypatch):
     inner = Listening()
     monkeypatch.setattr(inner, "choose", lambda views: ExpansionChoice((TREE,) * len(views), own, 1.3, 0.5))
     choice = LongChainPolicy(inner, Sure({"r": 12})).choose([view("r")])
@@ -105,7 +105,7 @@ def test_the_longest_is_bounded():
 @pytest.mark.parametrize(
     ("node_cost", "expected"), [(0.0, Expansion(12, 1, 0)), (0.6, Expansion(8, 1, 0)), (0.7, Expansion(6, 1, 0)), (0.8, TREE)]
 )
-def test_a_chain_goes_no_farther_than_its_nodes_are_worth_what_they_cost(node_cost, expected):
+def test_chain_ends_where_nodes_cost_more(node_cost, expected):
     """At .95 a node, 12 come all with a chance of .54, 8 with .66, 6 with .74."""
     policy = LongChainPolicy(Listening(node_cost), Sure({"r": 40}, 0.95))
     assert policy.choose([view("r")]).expansions == (expected,)
@@ -125,7 +125,7 @@ class Pricing(Listening):
 
 
 @pytest.mark.parametrize(("nodes", "expected"), [((0.01,) * 8, Pricing.wish), ((0.01, 0.9), Expansion(6, 1, 0))])
-def test_a_chain_takes_the_place_of_a_tree_that_would_end_before_it(nodes, expected):
+def test_chain_replaces_tree_that_ends_earlier(nodes, expected):
     """Six tokens of .95 each: a tree of cheap nodes has them all, one whose second costs .9 has two; its wish does not count."""
     assert LongChainPolicy(Pricing(nodes), Sure({"r": 6}, 0.95)).choose([view("r")]).expansions == (expected,)
 
@@ -133,7 +133,7 @@ def test_a_chain_takes_the_place_of_a_tree_that_would_end_before_it(nodes, expec
 @pytest.mark.parametrize(
     "speculation", [{"expansion": Expansion(3, 1, 0)}, {"is_enabled": False}, {"max_nodes": 5}], ids=lambda one: next(iter(one))
 )
-def test_who_chose_for_himself_is_left_alone_and_what_came_of_it_is_not_a_chains(speculation):
+def test_requested_tree_is_not_replaced_by_chain(speculation):
     """The scheduler runs the request's own tree: were it taken for a chain, the policy would never hear of it."""
     inner = Listening()
     policy = LongChainPolicy(inner, Sure({"own": 16}))
@@ -148,7 +148,7 @@ def feedback_of(*outcomes: DraftOutcome) -> StepFeedback:
     return feedback(StepWork(2, 26, 26, 100, 1000, 5, 9, 16), outcomes, 0.1, 0.2)
 
 
-def test_the_policy_learns_from_its_own_trees_and_from_chains_that_had_no_room():
+def test_policy_observes_own_trees_and_unplaced_chains():
     inner = Listening()
     policy = LongChainPolicy(inner, Sure({"run": 16, "cut": 16, "none": 16, "tree": 0}))
     policy.choose([view("run"), view("cut"), view("none"), view("tree")])
@@ -168,7 +168,7 @@ def views_of(views: Sequence[SequenceView], composition: int | None, has_news: b
     return found
 
 
-def test_outcomes_of_chains_are_kept_from_the_policy():
+def test_policy_does_not_observe_chain_outcomes():
     inner = Listening()
     policy = LongChainPolicy(CachedChoice(inner), Sure({"run": 16, "tree": 0}))
     run, tree = DraftOutcome("run", Expansion(16, 1, 0), 16, 16, 16), DraftOutcome("tree", TREE, 8, 5, 2)
@@ -217,7 +217,7 @@ class Holds(FixedExpansion):
 
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_who_repeats_nothing_is_seldom_looked_at_while_a_choice_holds_for_the_same_sequences(tree, is_asked):
+def test_unrepetitive_text_is_rarely_searched(tree, is_asked):
     """Text that nobody asks about is followed in every eighth step, and looked at then."""
     looked = looks(Holds(1000, tree), [7] * 40, is_asked)
     assert looked == [1, *[0] * 39] if is_asked else [step for step, one in enumerate(looked) if one] == [0, 8, 16, 24, 32]
@@ -261,10 +261,10 @@ def first_chain(
 @pytest.mark.parametrize(
     ("wish", "is_told"), [(PLAIN, False), (SHALLOW, False), (SHALLOW, True)], ids=["plain", "model", "cache"]
 )
-def test_a_text_that_begins_to_repeat_itself_is_seen_as_soon_as_if_looked_at_in_every_step(num_held, num_known, wish, is_told):
+def test_starting_repetition_is_found_without_delay(num_held, num_known, wish, is_told):
     seldom, always = (first_chain(num_held, num_known, composition, wish, is_told) for composition in (7, None))
     assert seldom == always < 100
 
 
-def test_who_does_not_hear_that_a_run_may_begin_is_noticed():
+def test_missed_news_of_runs_is_detected():
     assert max(first_chain(1000, num_known, 7, hears_news=False) for num_known in range(4, 9)) == 200

@@ -24,7 +24,7 @@ from tests.unit.draft.test_context_tree import counted
 PROMPT = (5, 6, 7)
 
 
-def test_beside_a_model_what_it_gives_more_is_its_own_but_for_what_was_predicted():
+def test_origins_beside_model_keep_predicted_tokens():
     distribution = CachedDistribution({5: 0.5, 7: 0.5}, 0.5, frozenset({5}))
     assert distribution.origins_beside([False, False]) == {5: Origin(DraftSource.PREDICTION, False)}
     assert distribution.origins_beside([True, True]) == distribution.origins
@@ -80,12 +80,12 @@ def test_the_longest_match_decides():
     assert known(TextCache(), [1, 2, 0, 1, 2, 3, 1, 2, 0, 1, 2]).probs == {3: 1.0}
 
 
-def test_matches_shorter_than_asked_for_say_nothing():
+def test_matches_below_minimum_are_ignored():
     assert distribution(TextCache(min_tokens=3), [1, 2, 0, 9, 1, 2]) is None
     assert distribution(TextCache(min_tokens=2), [1, 2, 0, 9, 1, 2]) is not None
 
 
-def test_the_distribution_follows_the_text_and_the_path():
+def test_distribution_follows_text_and_path():
     cache = TextCache()
     history = begun(cache)
     assert distribution(cache, history) is None
@@ -95,7 +95,7 @@ def test_the_distribution_follows_the_text_and_the_path():
     assert distribution(cache, history, (1,)) is None
 
 
-def test_a_prediction_is_expected_at_once_and_found_again_after_it_was_left():
+def test_prediction_is_used_and_found_again():
     cache = TextCache()
     history = begun(cache, prediction_ids=(20, 21, 22, 23, 24))
     assert list(known(cache, history).probs) == [20]
@@ -107,7 +107,7 @@ def test_a_prediction_is_expected_at_once_and_found_again_after_it_was_left():
     assert predicted(cache, 8) <= 2
 
 
-def test_a_prediction_that_comes_true_is_drafted_in_long_runs():
+def test_correct_prediction_is_drafted_in_long_runs():
     """What was right so far is believed: the longer the match, the longer the run, up to what is asked for."""
     cache = TextCache()
     history = begun(cache, prediction_ids=tuple(range(100, 180)))
@@ -133,7 +133,7 @@ def sureness(**sampling) -> tuple[bool, int]:
     return found.is_sure, length
 
 
-def test_what_a_request_forbids_or_penalises_is_not_sure():
+def test_forbidden_or_penalised_tokens_are_not_sure():
     """Text was called sure before the request's own edits: no model was asked, and what was forbidden ended the tree."""
     assert sureness() == sureness(logit_bias=((9, -100.0),)) == sureness(min_tokens=9, stop_token_ids=(9,)) == (True, 8)
     assert sureness(logit_bias=((22, -100.0),)) == sureness(repetition_penalty=1.1) == (False, 0)
@@ -145,7 +145,7 @@ def test_what_a_request_forbids_or_penalises_is_not_sure():
 def test_sureness_kills_a_judgement_before_the_edits(monkeypatch):
     monkeypatch.setattr(texts, "may_suppress", lambda sampling, token_ids, num_generated: False)
     with pytest.raises(AssertionError):
-        test_what_a_request_forbids_or_penalises_is_not_sure()
+        test_forbidden_or_penalised_tokens_are_not_sure()
 
 
 def test_run_ends_where_it_does_not_pay():
@@ -156,7 +156,7 @@ def test_run_ends_where_it_does_not_pay():
     assert lengths[0] > lengths[2] > lengths[-1] == 0
 
 
-def test_texts_are_indexed_in_steps_however_many_requests_have_them(monkeypatch):
+def test_shared_texts_are_indexed_in_steps(monkeypatch):
     """128 choices of a long prompt with a prediction stopped every step until each had an index of its own of both."""
     monkeypatch.setattr(texts, "MAX_INDEXED_PER_STEP", 100)
     cache, prompt, prediction = TextCache(), tuple(range(1000)), tuple(range(1000, 1500))
@@ -183,7 +183,7 @@ def indexes_of(cache: TextCache) -> list[TextIndex]:
     return list({id(index): index for index in found}.values())
 
 
-def test_choices_alike_share_what_does_not_change_and_not_what_they_say():
+def test_sibling_choices_share_only_the_prompt():
     cache = TextCache()
     mine, others = begun(cache, request_id="0"), begun(cache, request_id="1")
     mine += [8, 9, 5, 6, 7, 8]
@@ -202,7 +202,7 @@ def test_outputs_are_drafted_from_for_their_tenant():
 
 
 @given(st.sampled_from(["", "mine", "other"]), st.sampled_from(["", "mine", "other"]))
-def test_no_tenant_drafts_from_anothers_text_and_nobody_from_nobodys(earlier, later):
+def test_tenants_never_draft_from_each_other(earlier, later):
     check_isolation(TextCache(recent=RecentLimits(100)), earlier, later)
 
 
@@ -229,7 +229,7 @@ def test_an_ended_request_leaves_nothing_behind():
     assert not cache._tracked
 
 
-def test_a_request_that_does_not_speculate_and_a_cache_of_predictions_follow_nothing():
+def test_unspeculative_requests_are_not_tracked():
     cache = TextCache()
     begun(cache, speculation=Speculation(is_enabled=False))
     assert not cache._tracked
@@ -245,7 +245,7 @@ told = st.lists(st.tuples(st.sampled_from(TextSource), matches, st.floats(0.001,
 
 
 @given(told)
-def test_a_mixture_is_a_distribution_and_its_chance_lies_between_its_parts(several):
+def test_mixture_is_normalised_with_bounded_confidence(several):
     found = texts._mixture(several)
     assert sum(found.probs.values()) == pytest.approx(1.0)
     assert set(found.probs) == {token_id for _, match, _ in several for token_id in match.counts}
@@ -253,7 +253,7 @@ def test_a_mixture_is_a_distribution_and_its_chance_lies_between_its_parts(sever
     assert min(chances) - 1e-9 <= found.confidence <= max(chances) + 1e-9
 
 
-def test_chances_come_to_what_is_observed_by_source_and_kind_of_match():
+def test_confidence_converges_per_source_and_match():
     agreement = Agreement()
     long, short, split = Match(20, {1: 1}), Match(2, {1: 1}), Match(20, {1: 1, 2: 1})
     before = agreement.confidence(TextSource.RECENT, long)
@@ -269,7 +269,7 @@ def test_chances_come_to_what_is_observed_by_source_and_kind_of_match():
     assert agreement.confidence(TextSource.RECENT, long) == before
 
 
-def test_agreement_is_learnt_before_the_token_is_known():
+def test_agreement_is_learnt_before_token_is_added():
     """A text that never repeats teaches nothing; were tokens added first, each would foretell itself."""
     cache = TextCache(min_tokens=1)
     history = begun(cache)
@@ -308,12 +308,12 @@ def steps_that_follow(is_asked: bool) -> list[int]:
     return [end - begin for begin, end in pairwise([-1, *ends])]
 
 
-def test_a_text_that_nobody_drafts_from_is_followed_some_tokens_at_a_time():
+def test_unused_text_is_followed_in_batches():
     assert steps_that_follow(is_asked=True) == [1] * 13
     assert steps_that_follow(is_asked=False) == [1, 8]  # who begins may draft at once
 
 
-def test_a_run_is_told_once_its_text_is_followed_and_then_token_by_token():
+def test_run_length_updates_as_text_is_followed():
     cache = TextCache()
     history = begun(cache)
     runs = []
@@ -327,7 +327,7 @@ def test_a_run_is_told_once_its_text_is_followed_and_then_token_by_token():
     assert all(runs[first:])
 
 
-def test_what_was_said_in_a_step_is_what_the_next_one_learns_from():
+def test_learning_does_not_depend_on_reads():
     assert rates_of_a_text(is_asked=True) == rates_of_a_text(is_asked=False) != {}
 
 
@@ -336,7 +336,7 @@ Steps = Sequence[tuple[Sequence[int], bool]]  # tokens committed in each, and wh
 
 
 @given(tokens, st.lists(st.tuples(tokens, st.booleans()), max_size=12), st.integers(1, 3))
-def test_a_text_teaches_what_a_look_at_every_place_foretold_of_each_token(prompt, steps, least):
+def test_learnt_rates_equal_exhaustive_search(prompt, steps, least):
     check_teaching(prompt, steps, least)
 
 

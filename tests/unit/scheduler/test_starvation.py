@@ -74,7 +74,7 @@ def check_nobody_starves(scheduler_class: type[Scheduler], *phases: Phase) -> No
     check()
 
 
-def test_nobody_starves():
+def test_no_request_starves():
     check_nobody_starves(Scheduler, Phase.generate, Phase.shrink)
 
 
@@ -98,6 +98,6 @@ class RunsTheNewestFirst(Scheduler):
 
 
 @pytest.mark.parametrize("mutant", [PreemptsTheOldest, LetsThePreemptedWaitLast, RunsTheNewestFirst])
-def test_nobody_starves_kills(mutant):
+def test_starvation_check_kills_mutants(mutant):
     with pytest.raises(AssertionError):
         check_nobody_starves(mutant, Phase.generate)

@@ -18,7 +18,7 @@ def sequence(name: int, priority: int = 0) -> Sequence:
 
 
 @given(_ACTIONS)
-def test_the_order_is_that_of_a_sorted_list(actions):
+def test_queue_order_equals_sorted_list(actions):
     """Against a list that is sorted anew after every action."""
     queue = WaitingQueue()
     model: list[tuple[tuple[int, int, int], Sequence]] = []

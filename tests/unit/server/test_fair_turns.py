@@ -112,13 +112,13 @@ async def test_each_key_has_its_turn(mutant: type[FairLock]) -> None:
         await check_each_key_has_its_turn(mutant)
 
 
-async def test_the_cancelled_keep_nobody_waiting() -> None:
+async def test_cancelled_waiter_does_not_block_others() -> None:
     await check_the_cancelled_keep_nobody_waiting(FairLock)
     with pytest.raises((TimeoutError, asyncio.InvalidStateError)):
         await check_the_cancelled_keep_nobody_waiting(ForgetsTheCancelled)
 
 
-async def test_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting() -> None:
+async def test_waiter_cancelled_at_turn_does_not_block() -> None:
     await check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(FairLock)
     with pytest.raises((TimeoutError, asyncio.InvalidStateError)):
         await check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(CallsWhoHasLeft)

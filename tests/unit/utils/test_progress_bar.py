@@ -29,7 +29,7 @@ def test_a_log_gets_lines_without_control_characters() -> None:
     assert done.stdout == ""
 
 
-def test_a_terminal_gets_a_bar_that_is_redrawn() -> None:
+def test_terminal_gets_a_redrawn_bar() -> None:
     ours, theirs = pty.openpty()
     subprocess.run([sys.executable, "-c", WORK], stderr=theirs, check=True)
     os.close(theirs)

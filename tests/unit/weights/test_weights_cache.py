@@ -117,7 +117,7 @@ def _kill_half_way(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "is_clean"), [(WeightsCache, True), (Untidy, False)])
-def test_a_killed_maker_is_cleaned_up_by_the_next(tmp_path, kind, is_clean):
+def test_killed_maker_is_cleaned_up_later(tmp_path, kind, is_clean):
     cache = kind(tmp_path)
     _kill_half_way(tmp_path)
     assert not cache.gguf("a").exists()

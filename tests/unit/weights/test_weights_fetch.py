@@ -135,7 +135,7 @@ def _until_the_second_part_is_asked_for(index):
 
 
 @pytest.mark.parametrize(("signal_number", "num_leftovers"), [(signal.SIGINT, 0), (signal.SIGKILL, 1)])
-def test_an_interrupted_fetch_leaves_nothing_and_is_repeated(registry, tmp_path, signal_number, num_leftovers):
+def test_interrupted_fetch_leaves_nothing_and_repeats(registry, tmp_path, signal_number, num_leftovers):
     preset, cache = publish(registry, PIECES), WeightsCache(tmp_path / "cache")
     command = [*python_command(KILLED.format(preset=preset)), str(cache.root)]
     with socket.create_server(("127.0.0.1", 0)) as index:

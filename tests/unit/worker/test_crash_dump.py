@@ -27,7 +27,7 @@ def written(folder: Path, has_texts: bool) -> tuple[dict[str, Any], str]:
     return json.loads(path.read_bytes()), path.read_text()
 
 
-def test_a_dump_tells_parameters_and_no_text(tmp_path: Path) -> None:
+def test_dump_has_parameters_but_no_text(tmp_path: Path) -> None:
     dump, text = written(tmp_path / "new" / "folder", False)
     assert str(SECRET) not in text
     assert (dump["cause"], dump["worker"], dump["served_s"]) == ("it hung", 3, 12.5)
@@ -37,7 +37,7 @@ def test_a_dump_tells_parameters_and_no_text(tmp_path: Path) -> None:
     assert (request["num_prompt_tokens"], request["num_output_tokens"], request["seed"]) == (2, 2, 4)
 
 
-def test_texts_are_told_if_asked_for(tmp_path: Path) -> None:
+def test_dump_has_texts_on_request(tmp_path: Path) -> None:
     dump, _ = written(tmp_path, True)
     (request,) = dump["requests"]
     assert (request["prompt_ids"], request["output_ids"], request["prediction_ids"]) == ([SECRET, 2], [SECRET] * 2, [SECRET])

@@ -119,7 +119,7 @@ def check_a_late_key_has_its_half(kind: type[RequestTable]) -> None:
     assert aborted == ["a7", "a6", "a5", "a4"]
 
 
-def test_a_key_that_fills_the_queue_gives_way_to_others(monkeypatch) -> None:
+def test_key_filling_queue_yields_to_others(monkeypatch) -> None:
     check_a_late_key_has_its_half(RequestTable)
     with pytest.raises(AssertionError):
         check_a_late_key_has_its_half(SilentLedger)
@@ -147,7 +147,7 @@ def test_the_tokens_that_wait_are_bounded_too() -> None:
         check_tokens_are_bounded(PlacesOnlyLedger)
 
 
-def test_nobody_is_displaced_for_a_request_that_is_refused() -> None:
+def test_refused_request_displaces_nothing() -> None:
     """The bug: many short requests went one after the other for a long one, which was then too long all the same."""
     limits = SchedulerConfig(max_running=1, max_waiting=100, max_waiting_tokens=1000)
     fates, aborted = fill(RequestTable, limits, each(*(of_key("a", number, 95) for number in range(11)), of_key("b", 0, 900)))
@@ -162,7 +162,7 @@ def check_nobody_goes_for_choices_that_are_refused(kind: type[RequestTable]) -> 
     assert of(fates, "busy") == [f"b0-{index}" for index in range(6)]
 
 
-def test_nobody_is_displaced_for_choices_that_are_refused() -> None:
+def test_refused_choices_displace_nothing() -> None:
     """The bug: the first of an answer's choices displaced others, and the last one was refused, and they with it."""
     check_nobody_goes_for_choices_that_are_refused(RequestTable)
     with pytest.raises(AssertionError):
@@ -210,7 +210,7 @@ def test_an_answer_that_has_begun_goes_last(monkeypatch) -> None:
         check_what_has_begun_stays(RequestTable)
 
 
-async def test_an_answer_of_which_one_choice_has_ended_has_begun() -> None:
+async def test_answer_with_finished_choice_has_begun() -> None:
     request_table = RequestTable(SchedulerConfig(max_running=1, max_waiting=3), lambda request_id: None)
     streams = [
         *request_table.open([of_key("c", 0)]),
@@ -224,7 +224,7 @@ async def test_an_answer_of_which_one_choice_has_ended_has_begun() -> None:
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=40))
-def test_no_key_is_refused_while_another_has_more_of_the_queue(keys: list[str]) -> None:
+def test_key_with_fewer_places_is_admitted(keys: list[str]) -> None:
     fates, _ = fill(RequestTable, SchedulerConfig(max_running=1, max_waiting=6), each(*map(of_key, keys, range(len(keys)))))
     places = Counter(name[0] for name in of(fates, "waits")[1:])  # one of them runs
     assert places.total() <= 6
@@ -256,7 +256,7 @@ def check_who_can_stay_stays() -> None:
     assert aborted == ["c1"], "what is short are tokens, and of those a key with many places has few"
 
 
-def test_who_can_stay_beside_those_that_go_stays(monkeypatch) -> None:
+def test_requests_that_fit_are_not_displaced(monkeypatch) -> None:
     """The bug: a short answer went first, made too little room, and was not let back when the next one made enough alone."""
     check_who_can_stay_stays()
     monkeypatch.setattr(displacement, "_needed", lambda candidates, queue, usage: candidates)
@@ -268,7 +268,7 @@ claims = st.builds(QueuedShare, st.sampled_from("abcd"), st.integers(-2, 2), st.
 
 
 @given(st.lists(claims, max_size=20), claims)
-def test_only_what_must_goes_and_what_has_begun_goes_last(queue: list[QueuedShare], new_request: QueuedShare) -> None:
+def test_displacement_is_minimal_and_spares_begun(queue: list[QueuedShare], new_request: QueuedShare) -> None:
     limits = SchedulerConfig(max_waiting=12, max_waiting_tokens=40)
     in_turn = displacement._candidates(queue, new_request.group, displacement._QueueUsage([*queue, new_request], limits))
     victims = displaced_shares(queue, new_request, limits)

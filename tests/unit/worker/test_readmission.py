@@ -107,7 +107,7 @@ def check_the_poison_is_found(num: int, poisons: dict[str, int], may_know: bool,
 @given(
     st.integers(1, 9), st.dictionaries(st.sampled_from("012345678"), st.integers(0, NUM_TOKENS - 1), max_size=3), st.booleans()
 )
-def test_each_poison_is_found_and_the_others_complete(num: int, poisons: dict[str, int], may_know: bool) -> None:
+def test_poison_is_found_and_others_complete(num: int, poisons: dict[str, int], may_know: bool) -> None:
     check_the_poison_is_found(num, {name: at for name, at in poisons.items() if int(name) < num}, may_know)
 
 
@@ -151,7 +151,7 @@ def test_mutants_are_noticed(mutant: type[Recovery]) -> None:
         check_the_poison_is_found(3, {"1": 2}, True, mutant)
 
 
-async def test_bad_luck_ends_nobody() -> None:
+async def test_random_deaths_fail_no_request() -> None:
     """Each worker is killed after its second step, again and again: every token that gets out acquits."""
     house = House({})
     streams = [house.submit(str(n)) for n in range(8)]
@@ -162,7 +162,7 @@ async def test_bad_luck_ends_nobody() -> None:
         assert end_in(stream)[0] == list(range(NUM_TOKENS))
 
 
-async def test_who_waits_for_a_place_is_not_suspected() -> None:
+async def test_waiting_requests_count_no_deaths() -> None:
     house = House({})
     streams = [house.submit(str(n)) for n in range(MAX_RUNNING + 2)]
     house.live(is_killed=iter([False, True]).__next__)
@@ -171,7 +171,7 @@ async def test_who_waits_for_a_place_is_not_suspected() -> None:
     house.request_table.abort_all()
 
 
-async def test_a_worker_that_dies_before_its_first_word_may_have_died_of_any() -> None:
+async def test_death_before_first_event_counts_for_all() -> None:
     """Of taking a request in, for example: it is in no step then."""
     house = House({})
     streams = [house.submit(str(n)) for n in range(2)]
@@ -181,7 +181,7 @@ async def test_a_worker_that_dies_before_its_first_word_may_have_died_of_any() -
     house.request_table.abort_all()
 
 
-async def test_newcomers_wait_while_somebody_is_on_trial() -> None:
+async def test_new_requests_wait_during_isolated_retry() -> None:
     house = House({"0": 0})
     streams = [house.submit(str(n)) for n in range(2)]
     for _ in range(MAX_DEATHS):

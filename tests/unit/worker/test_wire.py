@@ -137,6 +137,6 @@ def test_values_are_checked_on_arrival() -> None:
         decode_command(bad_shape)
 
 
-def test_an_integer_beyond_64_bits_is_refused_before_it_is_sent() -> None:
+def test_integer_over_64_bits_is_refused() -> None:
     with pytest.raises(OverflowError):
         encode_message(Add(Request("r", (1,), SamplingParams(seed=2**70))))
