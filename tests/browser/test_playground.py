@@ -60,9 +60,9 @@ def shot(page: Page, name: str, tmp_path_factory: pytest.TempPathFactory) -> Non
 
 def test_drafted_text_equals_plain_decoding(answered: Page, server: RunningServer) -> None:
     body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": PROMPT}], **ANSWER}
-    told = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=240).json()["choices"][0]["message"]["content"]
+    expected = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=240).json()["choices"][0]["message"]["content"]
     for side in ("drafted", "plain"):
-        assert answered.locator(f"#{side} [data-place=text]").text_content() == told
+        assert answered.locator(f"#{side} [data-place=text]").text_content() == expected
     expect(answered.locator("#verdict")).to_contain_text("The same text, token for token")
 
 

@@ -131,10 +131,10 @@ def judged(suite: Suite) -> tuple[Counter[str], Counter[str], list[str]]:
 def test_schemas_are_kept_or_refused(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
     """Some schemas let invalid instances come: keys under other spellings, patterns read as Rust's."""
     schemas, instances, wrong = judged(suite)
-    told = "schemas " + ", ".join(f"{kind}: {schemas[kind]}" for kind in ("accepted", "narrowed", "refused", "wrong"))
-    told += "; valid instances come " + ", ".join(f"{how}: {count}" for how, count in instances.most_common())
+    summary = "schemas " + ", ".join(f"{kind}: {schemas[kind]}" for kind in ("accepted", "narrowed", "refused", "wrong"))
+    summary += "; valid instances come " + ", ".join(f"{how}: {count}" for how, count in instances.most_common())
     with capsys.disabled():
-        sys.stdout.write(f"\n{told}\n")
+        sys.stdout.write(f"\n{summary}\n")
     assert wrong == []
     assert schemas["accepted"] >= 200
     assert instances[AS_WRITTEN] > 0.9 * instances.total()

@@ -36,10 +36,10 @@ def client() -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_model_of_pydantic_is_parsed(client: openai.OpenAI, seed: int) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "response_format": Answer, "seed": seed}
-    with client.chat.completions.stream(**asked) as stream:
+    fields: dict[str, Any] = {"model": MODEL, "messages": HELLO, "response_format": Answer, "seed": seed}
+    with client.chat.completions.stream(**fields) as stream:
         streamed = stream.get_final_completion().choices[0].message.parsed
-    whole = client.chat.completions.parse(**asked)
+    whole = client.chat.completions.parse(**fields)
     assert isinstance(whole.choices[0].message.parsed, Answer)
     assert streamed == whole.choices[0].message.parsed
     assert whole.choices[0].finish_reason == "stop"

@@ -91,12 +91,12 @@ def test_too_many_logprobs_leave_the_server_alive(client: openai.OpenAI, stream:
 
 @pytest.mark.parametrize("num", [0, 1])
 def test_prompt_logprobs(client: openai.OpenAI, num: int) -> None:
-    for told in (
+    for returned in (
         completed(client, prompt_logprobs=num).choices[0].prompt_logprobs,
         chatted(client, prompt_logprobs=num).prompt_logprobs,
     ):
-        assert told[0] is None
-        assert all(max(1, num) <= len(candidates) <= num + 1 for candidates in told[1:])
+        assert returned[0] is None
+        assert all(max(1, num) <= len(candidates) <= num + 1 for candidates in returned[1:])
 
 
 def test_prompt_logprobs_of_minus_one_are_refused(client: openai.OpenAI) -> None:
@@ -123,18 +123,18 @@ def test_parallel_streaming(client: openai.OpenAI) -> None:
     assert (texts, num_ends) == (whole, 3)
 
 
-@pytest.mark.parametrize("ask", [completed, chatted])
-def test_stream_options(client: openai.OpenAI, ask: Any) -> None:
-    silent = list(ask(client, stream=True, stream_options={"include_usage": False}))
+@pytest.mark.parametrize("create", [completed, chatted])
+def test_stream_options(client: openai.OpenAI, create: Any) -> None:
+    silent = list(create(client, stream=True, stream_options={"include_usage": False}))
     assert all(chunk.usage is None for chunk in silent)
-    *chunks, last = ask(client, stream=True, stream_options={"include_usage": True})
+    *chunks, last = create(client, stream=True, stream_options={"include_usage": True})
     assert all(chunk.usage is None for chunk in chunks)
     assert (last.choices, last.usage.completion_tokens) == ([], 5)
-    *chunks, last = ask(client, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    *chunks, last = create(client, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
     assert all(chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens for chunk in chunks)
     for options in ({"include_usage": True}, {"include_usage": None}):
         with pytest.raises(openai.BadRequestError):
-            ask(client, stream=False, stream_options=options)
+            create(client, stream=False, stream_options=options)
 
 
 @pytest.mark.parametrize("prompts", [[PROMPT] * 2, [IDS] * 2])

@@ -218,18 +218,18 @@ def tokens_of_deep_trees(paths: list[int]) -> list[float]:
     shallow, deep = Expansion(0, 4, 2, "beam", 6), Expansion(0, 4, 8, "beam", 16)
     menu = menu_of(deep, "coupled")
     estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
-    told = []
+    estimates = []
     for path in paths:
-        told.append(float(estimator.estimate([view]).tokens[0, menu.index[deep]]))
+        estimates.append(float(estimator.estimate([view]).tokens[0, menu.index[deep]]))
         estimator.observe([DraftOutcome("r", shallow, 6, 2, path)])
-    return told
+    return estimates
 
 
 def test_whole_short_paths_promise_deep_ones():
     """What is seen is cut off at two; a mean of what came would not go beyond 2.5."""
-    told = tokens_of_deep_trees([2] * 12)
-    assert told[0] < 3.5 < told[6]
-    assert told[11] > 4.0
+    estimates = tokens_of_deep_trees([2] * 12)
+    assert estimates[0] < 3.5 < estimates[6]
+    assert estimates[11] > 4.0
     assert tokens_of_deep_trees([0] * 12)[11] < 1.8
 
 
@@ -237,7 +237,7 @@ FOUR_DEEP = Expansion(0, 4, 4, "beam", 8)
 OF_FOUR_DEEP = menu_of(FOUR_DEEP, "coupled")
 
 
-def told_after(estimator: CountedAcceptance, name: str, paths: list[int]) -> float:
+def estimate_after(estimator: CountedAcceptance, name: str, paths: list[int]) -> float:
     """Return what a tree of four levels is expected to bring a sequence after these paths through such trees."""
     view = Text(flat(0.0), num_generated=5).view(name)
     for path in paths:
@@ -251,8 +251,8 @@ def test_what_never_came_is_still_possible(usual, other):
     """5,000 trees of one regime, and then a sequence of the other is told apart in a few."""
     estimator = CountedAcceptance(OF_FOUR_DEEP)
     for number in range(100):
-        told_after(estimator, f"r{number}", [usual] * 50)
-    assert abs(told_after(estimator, "another", [other] * 5) - (1 + other)) < 1.3
+        estimate_after(estimator, f"r{number}", [usual] * 50)
+    assert abs(estimate_after(estimator, "another", [other] * 5) - (1 + other)) < 1.3
 
 
 def test_sequences_that_are_gone_are_forgotten():
@@ -262,7 +262,7 @@ def test_sequences_that_are_gone_are_forgotten():
     assert len(estimator._own) < 20
 
 
-def nodes_told(chances: tuple[float, ...], least: float) -> NodeChances:
+def nodes_with(chances: tuple[float, ...], least: float) -> NodeChances:
     return NodeChances(chances, tuple(range(1, len(chances) + 1)), (), least)
 
 
@@ -271,7 +271,7 @@ def test_tree_has_no_evidence_below_its_bound():
     estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5, temperature=0.0).view("r")
     before = estimator.estimate([view])
     for _ in range(50):
-        outcome = DraftOutcome("r", menu.entries[-1], 2, 3, 0, nodes_told((0.95, 0.8), 0.6))
+        outcome = DraftOutcome("r", menu.entries[-1], 2, 3, 0, nodes_with((0.95, 0.8), 0.6))
         estimator.estimate([view])
         estimator.observe([outcome])
     after = estimator.estimate([view])

@@ -335,16 +335,16 @@ PREDICTED = {
 }
 
 
-def foretold_share(name: str) -> float:
+def predicted_share(name: str) -> float:
     """Return expected over true seconds of all steps, after a warm-up; a fifth of a step is drafting where that pays."""
     policy, texts = adaptive(USUAL), deepcopy(PREDICTED[name])
     run(policy, USUAL, texts, 80)
-    return run(policy, USUAL, texts, 150, seed=1).foretold_share
+    return run(policy, USUAL, texts, 150, seed=1).predicted_share
 
 
 @pytest.mark.parametrize("name", PREDICTED)
 def test_foretold_seconds_are_those_taken(name):
-    assert foretold_share(name) == pytest.approx(1.0, abs=0.06)
+    assert predicted_share(name) == pytest.approx(1.0, abs=0.06)
 
 
 class CountsEveryPass(AdaptiveExpansion):
@@ -358,7 +358,7 @@ class CountsEveryPass(AdaptiveExpansion):
 def test_passes_that_cached_text_spares_count():
     policy, texts = adaptive(USUAL, kind=CountsEveryPass), deepcopy(PREDICTED["cached"])
     run(policy, USUAL, texts, 80)
-    assert run(policy, USUAL, texts, 150, seed=1).foretold_share > 1.06
+    assert run(policy, USUAL, texts, 150, seed=1).predicted_share > 1.06
 
 
 def choices_beside_a_prompt() -> set[tuple[Expansion, ...]]:

@@ -49,14 +49,14 @@ def search(
     return kind(MENU, Estimates(tokens, nodes, rounds), is_allowed, load or load_of(len(chances)), model)
 
 
-def search_by_chance(worth: list[list[float]], model: CostModel, kind: type[Search] = Search) -> Search:
+def search_by_chance(chances: list[list[float]], model: CostModel, kind: type[Search] = Search) -> Search:
     """Return a search for rows that have nodes of these chances, all on one level."""
     least = BY_CHANCE.least_chances[1:]
-    admitted = [[[chance for chance in row if chance >= bound] for bound in least] for row in worth]
+    admitted = [[[chance for chance in row if chance >= bound] for bound in least] for row in chances]
     tokens = np.array([[1.0, *(1.0 + sum(one) for one in row)] for row in admitted])
     nodes = np.array([[0.0, *(float(len(one)) for one in row)] for row in admitted])
-    rounds = np.tile(np.minimum(BY_CHANCE.depths, 1).astype(float), (len(worth), 1))
-    return kind(BY_CHANCE, Estimates(tokens, nodes, rounds), None, load_of(len(worth)), model)
+    rounds = np.tile(np.minimum(BY_CHANCE.depths, 1).astype(float), (len(chances), 1))
+    return kind(BY_CHANCE, Estimates(tokens, nodes, rounds), None, load_of(len(chances)), model)
 
 
 def step_of(one: Search, places: Sequence[int]) -> Step:
@@ -86,11 +86,11 @@ worths = st.lists(st.lists(st.floats(0.03, 1.0), max_size=6), min_size=1, max_si
 
 @given(worths, slopes, st.floats(0.001, 0.5))
 @example([[0.95], [0.95]], (0.001, 0.6), 0.01)  # room for one node
-def test_one_least_chance_is_near_the_optimum(worth, knees, pass_s):
-    one = search_by_chance(worth, costs(knees, pass_s))
+def test_one_least_chance_is_near_the_optimum(chances, knees, pass_s):
+    one = search_by_chance(chances, costs(knees, pass_s))
     found = one.best()
     assert found.rate >= one.plain.rate
-    assert found.rate >= 0.93 * best_of_all(one, len(worth), BY_CHANCE)
+    assert found.rate >= 0.93 * best_of_all(one, len(chances), BY_CHANCE)
 
 
 class AllOrNone(Search):
@@ -242,10 +242,10 @@ def test_dearest_so_far_is_no_bundle():
 
 def test_rows_without_likely_nodes_stay_plain():
     """Each row that drafts has its drafter fed, whatever grows."""
-    costly, worth = costs((0.05,), 0.05, draft_token_s=0.1), [[0.9, 0.6], [], [0.04]]
-    best = search_by_chance(worth, costly).best()
+    costly, chances = costs((0.05,), 0.05, draft_token_s=0.1), [[0.9, 0.6], [], [0.04]]
+    best = search_by_chance(chances, costly).best()
     assert best.places[0] > 0 == best.places[1] == best.places[2]
-    assert search_by_chance(worth, costly, AllOrNone).best().rate < best.rate
+    assert search_by_chance(chances, costly, AllOrNone).best().rate < best.rate
 
 
 class OldestFirst(Search):

@@ -179,13 +179,13 @@ async def test_messages_that_cannot_be_honoured_are_refused(message: dict[str, o
 async def test_answer_continues_last_message_or_opens_new():
     engine = _engine()
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello "}]
-    said = "<|start|>user\nhi<|end|>\n<|start|>assistant\nhello "
+    conversation = "<|start|>user\nhi<|end|>\n<|start|>assistant\nhello "
     async with in_process(engine) as client:
         for options, prompt in [
-            ({}, f"{said}<|end|>\n<|start|>assistant\n"),
-            ({"add_generation_prompt": False}, f"{said}<|end|>\n"),
-            ({"continue_final_message": True}, said),
-            ({"continue_final_message": True, "add_generation_prompt": False}, said),
+            ({}, f"{conversation}<|end|>\n<|start|>assistant\n"),
+            ({"add_generation_prompt": False}, f"{conversation}<|end|>\n"),
+            ({"continue_final_message": True}, conversation),
+            ({"continue_final_message": True, "add_generation_prompt": False}, conversation),
         ]:
             assert (await client.post(URL, json=chat(messages=messages, **options))).status_code == 200
             assert _prompt(engine) == prompt

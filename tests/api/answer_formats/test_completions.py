@@ -162,10 +162,10 @@ async def test_long_prompt_is_truncated_only_if_allowed():
         )
         too_long = await client.post("/v1/completions", json=completion(prompt=[5] * 30, truncate_prompt_tokens=25))
         fits = await client.post("/v1/completions", json=completion(prompt=[5] * 30, truncate_prompt_tokens=-1))
-        asked = await client.post("/v1/chat/completions", json=chat(truncate_prompt_tokens=-1, messages=LONG_CHAT))
+        chat_answer = await client.post("/v1/chat/completions", json=chat(truncate_prompt_tokens=-1, messages=LONG_CHAT))
     assert [answer.status_code for answer in (refused, too_much, too_long)] == [400] * 3
     assert (fits.json()["usage"]["prompt_tokens"], fits.json()["usage"]["completion_tokens"]) == (4, 16)
-    assert (asked.json()["usage"]["prompt_tokens"], asked.json()["usage"]["completion_tokens"]) == (19, 1)
+    assert (chat_answer.json()["usage"]["prompt_tokens"], chat_answer.json()["usage"]["completion_tokens"]) == (19, 1)
     assert byte_level().decode(engine.requests[-1].prompt_ids).endswith("<|start|>assistant\n")
 
 

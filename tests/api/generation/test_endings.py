@@ -59,8 +59,8 @@ async def test_completion_returns_prompt_and_output_ids(fields: dict[str, Any], 
         assert choice["prompt_token_ids"] == prompts[choice["index"] // body.get("n", 1)]
         mine = [chunk for chunk in streamed if chunk["choices"][0]["index"] == choice["index"]]
         assert _joined(mine, "token_ids") == choice["token_ids"]
-        told = [chunk["choices"][0].get("prompt_token_ids") for chunk in mine]
-        assert told == [choice["prompt_token_ids"], *[None] * (len(mine) - 1)]
+        returned = [chunk["choices"][0].get("prompt_token_ids") for chunk in mine]
+        assert returned == [choice["prompt_token_ids"], *[None] * (len(mine) - 1)]
     assert not any("token_ids" in choice or "prompt_token_ids" in choice for choice in without["choices"])
 
 

@@ -34,7 +34,7 @@ async def post(client: httpx.AsyncClient, request: tuple[str, Fields], **headers
     return dict(response.json())
 
 
-async def told(engine: FakeEngine, request: tuple[str, Fields]) -> Request:
+async def submitted(engine: FakeEngine, request: tuple[str, Fields]) -> Request:
     """Return what the engine is asked for."""
     async with in_process(engine) as client:
         await post(client, request)
@@ -43,12 +43,12 @@ async def told(engine: FakeEngine, request: tuple[str, Fields]) -> Request:
 
 @BOTH
 async def test_prediction_reaches_engine_without_special_tokens(body):
-    request = await told(FakeEngine(), body(prediction=PREDICTION))
+    request = await submitted(FakeEngine(), body(prediction=PREDICTION))
     assert list(request.prediction_ids) == byte_level().encode(TEXT, add_special_tokens=False)
     parts = {"type": "content", "content": [{"type": "text", "text": text} for text in (TEXT[:7], TEXT[7:])]}
-    assert (await told(FakeEngine(), body(prediction=parts))).prediction_ids == request.prediction_ids
-    assert (await told(FakeEngine(), body(prediction={"type": "content", "content": ""}))).prediction_ids == ()
-    assert (await told(FakeEngine(), body())).prediction_ids == ()
+    assert (await submitted(FakeEngine(), body(prediction=parts))).prediction_ids == request.prediction_ids
+    assert (await submitted(FakeEngine(), body(prediction={"type": "content", "content": ""}))).prediction_ids == ()
+    assert (await submitted(FakeEngine(), body())).prediction_ids == ()
 
 
 @BOTH
@@ -113,8 +113,8 @@ async def tenants(keys: tuple[str, ...], requests: list[tuple[str, Fields]]) -> 
 
 async def test_tenants_separate_users_and_hide_keys():
     users = [("a", None), ("a", None), ("b", None), ("a", "x"), ("b", "x"), ("a", "x"), ("a", "")]
-    asked = [(key, {} if user is None else {"user": user}) for key, user in users]
-    first, again, other, user, others_user, user_again, empty = await tenants(("a", "b"), asked)
+    requests = [(key, {} if user is None else {"user": user}) for key, user in users]
+    first, again, other, user, others_user, user_again, empty = await tenants(("a", "b"), requests)
     assert first == again == empty
     assert user == user_again
     assert len({first, other, user, others_user}) == 4
@@ -133,17 +133,17 @@ async def salts(share: str, requests: list[tuple[str, Fields]]) -> list[str | No
 
 
 async def test_prefixes_are_shared_within_key_or_salt():
-    asked: list[tuple[str, Fields]] = [
+    requests: list[tuple[str, Fields]] = [
         ("a", {}),
         ("a", {"user": "x"}),
         ("b", {}),
         ("a", {"cache_salt": "s"}),
         ("b", {"cache_salt": "s"}),
     ]
-    first, user, other, salted, others_salted = await salts("key", asked)
+    first, user, other, salted, others_salted = await salts("key", requests)
     assert first == user
     assert len({first, other, salted, others_salted}) == 4
-    first, user, other, salted, others_salted = await salts("all", asked)
+    first, user, other, salted, others_salted = await salts("all", requests)
     assert first == user == other
     assert salted == others_salted != first
 

@@ -99,9 +99,9 @@ async def test_step_without_text_yet_is_streamed(client: httpx.AsyncClient) -> N
 
 async def test_each_sample_reports_its_own_steps(client: httpx.AsyncClient) -> None:
     chunks = await chunks_of(client, "/v1/completions", completion(**TRACED, n=2))
-    told = {at: traces_in([chunk for chunk in chunks if chunk["choices"][0]["index"] == at]) for at in (0, 1)}
-    assert [len(emitted(traces)) for traces in told.values()] == [12, 12]
-    assert emitted(told[0]) != emitted(told[1])
+    traces_by_choice = {at: traces_in([chunk for chunk in chunks if chunk["choices"][0]["index"] == at]) for at in (0, 1)}
+    assert [len(emitted(traces)) for traces in traces_by_choice.values()] == [12, 12]
+    assert emitted(traces_by_choice[0]) != emitted(traces_by_choice[1])
 
 
 async def test_plain_decoding_trace_has_same_tokens(client: httpx.AsyncClient) -> None:
@@ -123,10 +123,10 @@ async def test_file_trace_is_not_streamed(monkeypatch: pytest.MonkeyPatch, engin
     """An engine that traces every request for a file sends the front end what this one did not ask for."""
     monkeypatch.setattr("engine.scheduler.scheduler.Scheduler.traces_all", True, raising=False)
 
-    def told(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise AssertionError("nobody has asked")
 
-    monkeypatch.setattr("server.generation.sample.step_trace_of", told)
+    monkeypatch.setattr("server.generation.sample.step_trace_of", fail)
     async with in_process(engine) as client:
         chunks = await chunks_of(client, "/v1/completions", completion(**{**TRACED, "speculative": {}}))
     assert traces_in(chunks) == []
@@ -142,14 +142,14 @@ async def test_without_a_stream_it_is_refused(stream: bool | None) -> None:
 
 async def test_openai_client_reads_traced_streams(engine: InProcessEngine) -> None:
     """Its loop over chunks sees the same text, and who looks finds the steps."""
-    asked: dict[str, Any] = {"model": MODEL, "messages": chat()["messages"], "max_tokens": 12, "seed": 5, "stream": True}
+    fields: dict[str, Any] = {"model": MODEL, "messages": chat()["messages"], "max_tokens": 12, "seed": 5, "stream": True}
     texts, traces = [], []
     async with over_loopback(engine) as url, openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:  # type: ignore[arg-type]
         for trace in (False, True):
-            stream = await client.chat.completions.create(**asked, extra_body={"speculative": {"trace": trace}})
+            stream = await client.chat.completions.create(**fields, extra_body={"speculative": {"trace": trace}})
             chunks = [chunk async for chunk in stream]
             texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
-            traces.append([told for chunk in chunks if (told := getattr(chunk.choices[0], "speculative_trace", None))])
+            traces.append([found for chunk in chunks if (found := getattr(chunk.choices[0], "speculative_trace", None))])
         stream = await client.completions.create(
             model=MODEL, prompt="hello", max_tokens=12, stream=True, extra_body={"speculative": {"trace": True}}
         )

@@ -45,7 +45,7 @@ def refused(response: httpx.Response) -> tuple[str, str]:
     return error["param"], error["message"]
 
 
-ASKED: list[tuple[dict[str, Any], Grammar | None]] = [
+CONSTRAINTS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, Grammar(GrammarKind.JSON_OBJECT)),
     ({"response_format": FORMAT}, NAMED),
@@ -73,7 +73,7 @@ ASKED: list[tuple[dict[str, Any], Grammar | None]] = [
 async def test_grammar_reaches_the_engine():
     engine = fake()
     async with in_process(engine) as client:
-        for fields, grammar in ASKED:
+        for fields, grammar in CONSTRAINTS:
             assert (await post(client, n=2, **fields)).status_code == 200
             assert (await client.post("/v1/chat/completions", json=chat(**fields))).status_code == 200
             assert [request.sampling.grammar for request in engine.requests[-3:]] == [grammar] * 3
@@ -124,8 +124,8 @@ async def test_unsupported_constraints_are_refused_by_name(monkeypatch: pytest.M
     engine = fake()
     async with in_process(engine) as client:
         for fields, param, reason in REFUSED:
-            told, message = refused(await post(client, **fields))
-            assert told.startswith(param), fields
+            named, message = refused(await post(client, **fields))
+            assert named.startswith(param), fields
             assert reason in message
             assert len(message) < 1100
     assert not engine.requests
@@ -231,8 +231,8 @@ async def test_numbers_of_schemas_are_not_rounded(number: str):
         for name, field in fields.items():
             param = name if name == "response_format" else "structured_outputs"
             body = f'{json.dumps(completion(max_tokens=3))[:-1]},"{param}":{field}}}'
-            told, message = refused(await client.post("/v1/completions", content=body, headers=JSON))
-            assert (told, f"{AT_ID}{written}" in message) == (param, True), message
+            named, message = refused(await client.post("/v1/completions", content=body, headers=JSON))
+            assert (named, f"{AT_ID}{written}" in message) == (param, True), message
         assert (await post(client, structured_outputs={"json": json.loads(schema.replace(number, "0.1"))})).status_code == 200
     assert len(engine.requests) == 1
 

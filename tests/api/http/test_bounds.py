@@ -55,7 +55,7 @@ async def serving(engine: FakeEngine | None = None, **values: Any):
         await task
 
 
-def _said(port: int, data: bytes) -> bytes:
+def _exchanged(port: int, data: bytes) -> bytes:
     """Return all that is answered to some bytes."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         client.sendall(data)
@@ -77,7 +77,7 @@ HEADS = [(MAX_HEAD_BYTES, 200), (MAX_HEAD_BYTES + 1, 400), (70_000, 400), (250_0
 async def test_heads_are_bounded_however_they_come(num_bytes: int, status: int, before: bytes, filler: bytes):
     """The bug: a head that came in one piece was not bounded: 70,000 bytes passed."""
     async with serving() as port:
-        answer = await asyncio.to_thread(_said, port, before + _head(num_bytes, filler))
+        answer = await asyncio.to_thread(_exchanged, port, before + _head(num_bytes, filler))
     assert answer.count(b"HTTP/1.1 ") == 1 + bool(before)
     assert answer.rpartition(b"HTTP/1.1 ")[2].startswith(str(status).encode())
 
@@ -85,7 +85,7 @@ async def test_heads_are_bounded_however_they_come(num_bytes: int, status: int, 
 async def test_a_server_without_the_bound_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(_BoundedHeads, "next_event")
     async with serving() as port:
-        assert b" 200 " in await asyncio.to_thread(_said, port, _head(70_000))
+        assert b" 200 " in await asyncio.to_thread(_exchanged, port, _head(70_000))
 
 
 def _by_urllib(url: str, body: bytes) -> int:
@@ -134,7 +134,7 @@ def _by_old_http(url: str, body: bytes) -> int:
     """Send all, then read, over HTTP/1.0."""
     port = int(url.split(":")[2].split("/")[0])
     head = b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    return int(_said(port, head % len(body) + body).split()[1])
+    return int(_exchanged(port, head % len(body) + body).split()[1])
 
 
 CLIENTS = [_by_urllib, _by_http_client, _by_httpx, _by_httpx_in_chunks, _by_curl, _by_old_http]
@@ -197,7 +197,7 @@ class _Upload:
     async def _send(self, message):
         self.status = message.get("status", self.status)
 
-    async def say(self, num_bytes: int, is_last: bool = False) -> int | None:
+    async def send(self, num_bytes: int, is_last: bool = False) -> int | None:
         self._pieces.put_nowait((num_bytes, is_last))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -208,19 +208,19 @@ async def test_unfinished_bodies_are_bounded_together():
     """The bug: each body was bounded, all together were not: a thousand slow ones held 4 GiB."""
     limit = _limit(max_body_bytes=400, max_unfinished_bytes=1000)
     slow = [_Upload(limit) for _ in range(3)]
-    assert [await one.say(330) for one in slow] == [None] * 3
+    assert [await one.send(330) for one in slow] == [None] * 3
     large = _Upload(limit)
-    assert await large.say(300) == 503
+    assert await large.send(300) == 503
     assert limit._unfinished_bytes == 990
     small = _Upload(limit)
-    assert await small.say(100) is None, "a small one has its share"
-    assert await small.say(10, is_last=True) == 200
-    assert await slow[0].say(3) is None
-    assert await slow[0].say(10, is_last=True) == 200
-    assert [await one.say(0, is_last=True) for one in slow[1:]] == [200, 200]
+    assert await small.send(100) is None, "a small one has its share"
+    assert await small.send(10, is_last=True) == 200
+    assert await slow[0].send(3) is None
+    assert await slow[0].send(10, is_last=True) == 200
+    assert [await one.send(0, is_last=True) for one in slow[1:]] == [200, 200]
     alone = _Upload(limit)
-    assert await alone.say(400) is None
-    assert await alone.say(1) == 413
+    assert await alone.send(400) is None
+    assert await alone.send(1) == 413
     assert (limit._num_unfinished, limit._unfinished_bytes) == (0, 0)
 
 

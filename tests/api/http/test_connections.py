@@ -35,11 +35,11 @@ async def test_abandoned_stream_is_aborted_before_next_step():
 async def test_request_abandoned_before_output_is_aborted(stream: bool):
     engine = _silent(num_free_events=0 if stream else 1)
     async with over_loopback(engine) as url, httpx.AsyncClient(base_url=url) as client:
-        asking = asyncio.create_task(client.post("/v1/completions", json=completion(stream=stream), timeout=None))
+        pending = asyncio.create_task(client.post("/v1/completions", json=completion(stream=stream), timeout=None))
         await until(lambda: engine.requests)
-        asking.cancel()
+        pending.cancel()
         await until(lambda: not engine.living)
-        assert asking.cancelled()
+        assert pending.cancelled()
         assert engine.aborted == [engine.requests[0].request_id]
         assert (await client.get("/live")).status_code == 200
 

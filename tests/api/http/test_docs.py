@@ -23,8 +23,8 @@ async def test_docs_page_loads_locally_without_key():
         policies = {answer.headers["content-security-policy"] for answer in answers.values()}
         assert policies == {(await client.get("/")).headers["content-security-policy"]}
         assert all(answer.status_code == 200 for answer in answers.values())
-        asked = set(re.findall(r'(?:src|href|url)(?:=|: )"([^"]+)"', answers["/docs"].text + answers["/docs/start.js"].text))
-        assert {"/" + path for path in asked if not path.startswith("data:")} == docs.PATHS - docs.PAGES
+        loaded = set(re.findall(r'(?:src|href|url)(?:=|: )"([^"]+)"', answers["/docs"].text + answers["/docs/start.js"].text))
+        assert {"/" + path for path in loaded if not path.startswith("data:")} == docs.PATHS - docs.PAGES
         assert "<style" not in answers["/docs"].text
         assert not re.search(r"<script>|https?:", answers["/docs"].text + answers["/docs/start.js"].text)
         assert answers["/docs/swagger-ui-bundle.js"].text.count("SwaggerUIBundle") > 0

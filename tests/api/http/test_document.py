@@ -32,5 +32,5 @@ async def test_every_route_is_documented():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_field_is_documented(model: type[BaseModel]):
-    told = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", DOCUMENT))))
-    assert set(model.model_fields) - told == set()
+    documented = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", DOCUMENT))))
+    assert set(model.model_fields) - documented == set()

@@ -269,8 +269,8 @@ FATES = {
 @pytest.mark.parametrize("code", list(FATES))
 async def test_failure_status_separates_client_from_server(code: ErrorCode):
     """The bug: what a request forbade itself, and would again, was the server's failure, which clients retry."""
-    status, told = FATES[code]
+    status, expected_code = FATES[code]
     async with in_process(FakeEngine(fail_after=0, fail_code=code)) as client:
         answer = await client.post(URL, json=completion())
-    assert _assert_error(answer, status)["code"] == told
+    assert _assert_error(answer, status)["code"] == expected_code
     assert ("retry-after" in answer.headers) == (status == 503)

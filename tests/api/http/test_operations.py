@@ -158,9 +158,9 @@ async def test_cache_size_is_reported_in_blocks(prefix_cache: str):
     """The bug: blocks of one token were reported, so that gateways looked for prefixes in other blocks than the engine."""
     async with in_process(FakeEngine(), prefix_cache=prefix_cache) as client:
         (info,) = [name for name in await sample(client) if name.startswith("vllm:cache_config_info{")]
-    told = dict(re.findall(r'(\w+)="([^"]*)"', info))
-    assert (told["block_size"], told["num_gpu_blocks"]) == ("16", str(4096 // 16))
-    assert told["enable_prefix_caching"] == str(prefix_cache != "off")
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', info))
+    assert (labels["block_size"], labels["num_gpu_blocks"]) == ("16", str(4096 // 16))
+    assert labels["enable_prefix_caching"] == str(prefix_cache != "off")
     assert Settings(model="m", prefix_cache="all").to_engine_config().scheduler.prefix_block_tokens == 16
 
 
@@ -172,11 +172,13 @@ async def test_load_counts_requests_in_progress():
 
     async with in_process(engine) as client:
         assert await load() == 0
-        asked = [asyncio.create_task(client.post("/v1/completions", json=completion(stream=stream))) for stream in (True, False)]
+        pending = [
+            asyncio.create_task(client.post("/v1/completions", json=completion(stream=stream))) for stream in (True, False)
+        ]
         await until(lambda: len(engine.living) == 2)
         assert await load() == 2
         gate.set()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*pending)
         assert (await client.post("/v1/completions", json=completion(n=0))).status_code == 400
         assert await load() == 0
 

@@ -52,10 +52,10 @@ def test_nothing_comes_from_elsewhere(file: Path) -> None:
 
 
 def test_every_file_of_the_page_is_served() -> None:
-    asked = {
+    loaded = {
         name for path in playground.FOLDER.iterdir() for name in re.findall(r'(?:playground/|"\./)([\w.]+)"', path.read_text())
     }
-    assert {f"/playground/{name}" for name in asked} <= playground.PATHS
+    assert {f"/playground/{name}" for name in loaded} <= playground.PATHS
 
 
 async def test_the_page_offers_trees_and_verifiers() -> None:

@@ -110,11 +110,11 @@ def test_last_startup_line_has_address_and_request():
     with _process(port := _free_port(), 0.5) as process:
         _wait_ready(port)
         process.send_signal(signal.SIGINT)
-        said = [line for line in messages(process) if not line.startswith("GET /")]
+        logged = [line for line in messages(process) if not line.startswith("GET /")]
     url = f"http://127.0.0.1:{port}"
-    assert said[0].startswith("loading fake")
-    assert said[-1].startswith(f"ready: open {url}, or curl {url}/v1/chat/completions ")
-    body = shlex.split(said[-1].partition(", or ")[2])[-1]
+    assert logged[0].startswith("loading fake")
+    assert logged[-1].startswith(f"ready: open {url}, or curl {url}/v1/chat/completions ")
+    body = shlex.split(logged[-1].partition(", or ")[2])[-1]
     assert json.loads(body) == {"model": "fake", "messages": [{"role": "user", "content": "Hello"}]}
 
 
@@ -126,17 +126,17 @@ def test_interrupt_reports_open_answers():
             process.send_signal(signal.SIGINT)
             _wait_closed(port)
             process.send_signal(signal.SIGINT)
-            said = messages(process)
-    assert "stopping: 1 answer gets 1000 s to finish; Ctrl-C again ends them now" in said
+            logged = messages(process)
+    assert "stopping: 1 answer gets 1000 s to finish; Ctrl-C again ends them now" in logged
 
 
 def test_an_interrupt_without_answers_waits_for_nothing():
     with _process(port := _free_port(), 1000) as process:
         _wait_ready(port)
         process.send_signal(signal.SIGINT)
-        said = messages(process)
+        logged = messages(process)
         assert process.returncode == 0
-    assert not any(line.startswith("stopping") for line in said)
+    assert not any(line.startswith("stopping") for line in logged)
 
 
 def test_failed_engine_start_exits_with_reason():

@@ -104,14 +104,14 @@ async def test_each_key_has_its_own_bucket():
 async def test_concurrent_requests_count_until_last_byte():
     engine = FakeEngine(gate=(gate := asyncio.Event()))
     async with in_process(engine, max_concurrent_requests=2) as client:
-        asked = [asyncio.create_task(client.post(URL, json=completion(stream=stream))) for stream in (True, False)]
+        pending = [asyncio.create_task(client.post(URL, json=completion(stream=stream))) for stream in (True, False)]
         await until(lambda: len(engine.living) == 2)
         refused = await client.post(URL, json=completion())
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["code"] == "too_many_concurrent_requests"
         assert "x-ratelimit-limit-requests" not in refused.headers
         gate.set()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*pending)
         assert (await client.post(URL, json=completion(n=0))).status_code == 400
         for _ in range(3):
             assert (await client.post(URL, json=completion())).status_code == 200

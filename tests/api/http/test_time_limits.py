@@ -81,18 +81,18 @@ async def test_late_first_token_is_503(stream: bool) -> None:
 
 async def test_first_token_limit_ignores_later_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every text must have begun; one that has is late no more."""
-    asked: list[bool] = []
+    calls: list[bool] = []
     limits = TimeLimits(first_token_s=1.0, total_s=5.0)
     assert limits.deadline_s(10.0, has_begun=False) == 11.0
     assert limits.deadline_s(10.0, has_begun=True) == 15.0
 
     def deadline_s(_: TimeLimits, _began_s: float, has_begun: bool) -> None:
-        asked.append(has_begun)
+        calls.append(has_begun)
 
     monkeypatch.setattr(TimeLimits, "deadline_s", deadline_s)
     async with in_process(FakeEngine()) as client:
         await client.post("/v1/completions", json=completion(n=3, max_tokens=4))
-    assert asked == [False] * 3 + [True] * 9
+    assert calls == [False] * 3 + [True] * 9
 
 
 async def test_request_within_limits_succeeds() -> None:

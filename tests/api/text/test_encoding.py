@@ -138,28 +138,28 @@ def _held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[str]]:
 
 async def _order_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the texts of two keys in the order in which they are encoded; one of them asks for many, and first."""
-    asked, run = list[str](), TokenizerThread.run
+    queued, run = list[str](), TokenizerThread.run
 
     def watched(thread: TokenizerThread, num_bytes: int, work: Any, key: str) -> Any:
-        asked.append(key)
+        queued.append(key)
         return run(thread, num_bytes, work, key)
 
     gate, texts = _held(monkeypatch)
     monkeypatch.setattr(TokenizerThread, "run", watched)
     async with in_process(FakeEngine(), api_keys=("many", "one")) as client:
 
-        async def ask(key: str, *prompts: str) -> None:
+        async def post_prompts(key: str, *prompts: str) -> None:
             body = completion(prompt=list(prompts))
             answer = await client.post(COMPLETIONS, json=body, headers={"Authorization": f"Bearer {key}"})
             assert answer.status_code == 200
 
-        answers = [asyncio.create_task(ask("many", f"m{number}", f"n{number}")) for number in range(4)]
-        await until(lambda: len(asked) == 4 and texts)
-        answers.append(asyncio.create_task(ask("one", "o", "p")))
-        await until(lambda: len(asked) == 5)
+        answers = [asyncio.create_task(post_prompts("many", f"m{number}", f"n{number}")) for number in range(4)]
+        await until(lambda: len(queued) == 4 and texts)
+        answers.append(asyncio.create_task(post_prompts("one", "o", "p")))
+        await until(lambda: len(queued) == 5)
         gate.set()
         await asyncio.gather(*answers)
-    assert len(set(asked)) == 2
+    assert len(set(queued)) == 2
     return texts
 
 
@@ -231,11 +231,11 @@ async def test_waiting_requests_are_503_at_shutdown(monkeypatch: pytest.MonkeyPa
     async with app.router.lifespan_context(app):
         await until(lambda: runtime.is_ready)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
-            asked = [asyncio.create_task(client.post(COMPLETIONS, json=completion(prompt=text))) for text in ("a", "bc")]
+            pending = [asyncio.create_task(client.post(COMPLETIONS, json=completion(prompt=text))) for text in ("a", "bc")]
             await until(lambda: texts and runtime.codec.thread._waiting_bytes.total() == 3)
             await runtime.stop(0.0)
             gate.set()
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*pending)
     assert texts == ["a"]
     assert [answer.status_code for answer in answers] == [503, 503]
     assert {answer.json()["error"]["code"] for answer in answers} == {"engine_unavailable"}
@@ -243,11 +243,11 @@ async def test_waiting_requests_are_503_at_shutdown(monkeypatch: pytest.MonkeyPa
 
 async def test_disconnect_cancels_encoding(monkeypatch: pytest.MonkeyPatch):
     """The bug: disconnects were noticed only once the prompt had been encoded."""
-    asked, left = list[int](), list[int]()
+    queued, left = list[int](), list[int]()
     run = TokenizerThread.run
 
     async def watched(thread: TokenizerThread, num_bytes: int, work: Any, key: str) -> Any:
-        asked.append(num_bytes)
+        queued.append(num_bytes)
         try:
             return await run(thread, num_bytes, work, key)
         except asyncio.CancelledError:
@@ -261,9 +261,9 @@ async def test_disconnect_cancels_encoding(monkeypatch: pytest.MonkeyPatch):
         first = asyncio.create_task(client.post(COMPLETIONS, json=completion(prompt="first")))
         await until(lambda: texts)
         leaving = asyncio.create_task(client.post(COMPLETIONS, json=completion(prompt="left")))
-        await until(lambda: len(asked) == 2)
+        await until(lambda: len(queued) == 2)
         leaving.cancel()
-        await until(lambda: left == asked[1:])
+        await until(lambda: left == queued[1:])
         gate.set()
         assert (await first).status_code == 200
         assert (await client.post(COMPLETIONS, json=completion(prompt="last"))).status_code == 200

@@ -336,22 +336,22 @@ async def test_openai_client_holds_conversation_with_tools():
     """Two turns, the first in a stream read by the client's own helper."""
     engine = _engine()
     messages: list[Any] = [{"role": "user", "content": "Weather?"}]
-    asked: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": TOOLS}
+    fields: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": TOOLS}
     async with over_loopback(engine, tokenizer=calling()) as url, openai.AsyncOpenAI(base_url=url + "/v1", api_key="x") as client:
-        async with client.chat.completions.stream(**asked) as stream:
+        async with client.chat.completions.stream(**fields) as stream:
             kinds = {event.type async for event in stream}
             (choice,) = (await stream.get_final_completion()).choices
         assert {"content.delta", "tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
         calls: list[Any] = choice.message.tool_calls or []
         assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
         assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
-        told = [
+        written_calls = [
             {"id": call.id, "type": "function", "function": dict(zip(("name", "arguments"), one))}
             for call, one in zip(calls, CALLS)
         ]
-        messages.append({"role": "assistant", "content": choice.message.content, "tool_calls": told})
+        messages.append({"role": "assistant", "content": choice.message.content, "tool_calls": written_calls})
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls]
-        (choice,) = (await client.chat.completions.create(**asked)).choices
+        (choice,) = (await client.chat.completions.create(**fields)).choices
     again: list[Any] = choice.message.tool_calls or []
     assert [call.function.name for call in again] == ["weather", "weather", "time"]
     assert _prompt(engine).count("rain") == 3

@@ -113,8 +113,8 @@ def subject(tmp_path: Path, has_gguf: bool = True, has_draft: bool = True) -> Su
 
 
 def test_missing_peer_is_named_and_left_out(tmp_path: Path):
-    asked = contenders_of(subject(tmp_path))
-    chosen, why = those_ready(asked)
+    requested = contenders_of(subject(tmp_path))
+    chosen, why = those_ready(requested)
     assert [one.name for one in chosen] == [
         f"latebranch.{dtype}.{how}" for dtype in ("float32", "int8") for how in ("plain", "fixed", "adaptive")
     ]
@@ -271,9 +271,9 @@ def test_blocks_mix_kinds_only_when_concurrent():
     assert next(block for block in blocks if block.temperature == 0).job(8, {}).seeds[0] is None
 
 
-def measured(out: Path, cast: Cast, asked: Design, contestants: list[Contender]) -> list[dict[str, Any]]:
+def measured(out: Path, cast: Cast, plan: Design, contestants: list[Contender]) -> list[dict[str, Any]]:
     with Stable(10_000, cast.start) as held:
-        Measurement(asked, contestants, held, out).run(PROMPTS, {"left_out": ["vllm is not set up"]})
+        Measurement(plan, contestants, held, out).run(PROMPTS, {"left_out": ["vllm is not set up"]})
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -304,8 +304,8 @@ def test_what_others_disturbed_is_measured_again(tmp_path: Path, cast: Cast, mon
             return next(readings)
 
     monkeypatch.setattr(measure, "ForeignCpu", Watch)
-    asked = design(max_foreign_cpus=0.2, num_retries=2)
-    lines = measured(tmp_path / "out", cast, asked, [Contender("one", None, launch("one"))])
+    plan = design(max_foreign_cpus=0.2, num_retries=2)
+    lines = measured(tmp_path / "out", cast, plan, [Contender("one", None, launch("one"))])
     assert [line["foreign_cpus"] for line in lines[1:]] == [0.5, 0.1, 0.6, 0.7, 0.8]
     assert "4 of 5 measurements left out" in report(tmp_path / "out", 0.2)
 
@@ -392,8 +392,8 @@ def test_short_report_lists_each_ratio_once(tmp_path: Path):
     tables = report(path, 0.2, is_short=True).split("\n\n")
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in tables[1].splitlines()]
     assert rows[0][3:] == ["peer", "int8.adaptive over it", "int8.plain over it"]
-    told = {row[3]: row[4:] for row in rows[2:]}
-    assert told == {
+    ratios = {row[3]: row[4:] for row in rows[2:]}
+    assert ratios == {
         "latebranch.int8.plain": ["1.50 (1.50–1.50)", ""],
         "llama.cpp": ["3.00 (3.00–3.00)", "2.00 (2.00–2.00)"],
     }

@@ -9,7 +9,7 @@ from selector.network.replay import best_places
 NUM_TEXTS, NUM_ROOTS = 30, 20
 
 
-def paper_roots(tells: float) -> Known:
+def paper_roots(informativeness: float) -> Known:
     """Return roots with two trees of one and eight nodes; a scalar tells by how much they are accepted, or says nothing."""
     rng = np.random.default_rng(3)
     count = NUM_TEXTS * NUM_ROOTS
@@ -18,11 +18,11 @@ def paper_roots(tells: float) -> Known:
     tokens = np.stack([np.ones(count), 1.0 + came[:, 0], 1.0 + came.sum(1)], axis=1)
     seconds = np.tile([1.0, 1.2, 2.2], (count, 1))
     means = np.tile(tokens.mean(0), (count, 1))
-    heard = tells * acceptance + (1.0 - tells) * rng.random(count)
+    features = informativeness * acceptance + (1.0 - informativeness) * rng.random(count)
     return Known(
         texts=tuple(f"text-{place // NUM_ROOTS}" for place in range(count)),
         temperature_R=np.zeros(count),
-        features_RX=heard[:, None],
+        features_RX=features[:, None],
         states_RX=rng.normal(size=(count, 4)).astype(np.float32),
         counted_RK=means,
         counted_s_RK=seconds,
@@ -37,7 +37,7 @@ def rates(known: Known) -> dict[str, float]:
 
 
 def test_informative_roots_improve_choices():
-    found = rates(paper_roots(tells=1.0))
+    found = rates(paper_roots(informativeness=1.0))
     assert found["plain decoding"] == 1.0
     for way in ("linear", "network"):
         assert found[way] > 1.1 * found["one least chance"]
@@ -45,18 +45,18 @@ def test_informative_roots_improve_choices():
 
 
 def test_uninformative_roots_improve_nothing():
-    found = rates(paper_roots(tells=0.0))
+    found = rates(paper_roots(informativeness=0.0))
     for way in ("linear", "network", "counting"):
         assert found[way] == pytest.approx(found["one least chance"], rel=0.05)
 
 
 def test_folds_cover_roots_and_separate_texts():
     texts = [f"text-{place % 7}" for place in range(50)]
-    asked = []
+    covered = []
     for learnt, of_fold in folds(texts):
         assert not {texts[row] for row in learnt} & {texts[row] for row in of_fold}
-        asked += of_fold.tolist()
-    assert sorted(asked) == list(range(50))
+        covered += of_fold.tolist()
+    assert sorted(covered) == list(range(50))
 
 
 def test_choices_maximise_overall_rate():

@@ -34,15 +34,15 @@ def data_in(page: str) -> Any:
 
 def test_page_has_every_row_of_requests(trace: Path, tmp_path: Path) -> None:
     assert main(["trace", "html", str(trace), "--out", str(tmp_path / "page.html")]) == 0
-    told = {one["id"]: one["steps"] for one in data_in((tmp_path / "page.html").read_text())}
-    assert {name: [step["step"] for step in steps] for name, steps in told.items()} == {"a": [1, 3], "b": [1], "c": [3]}
-    root, *nodes = told["a"][0]["nodes"]
+    by_request = {one["id"]: one["steps"] for one in data_in((tmp_path / "page.html").read_text())}
+    assert {name: [step["step"] for step in steps] for name, steps in by_request.items()} == {"a": [1, 3], "b": [1], "c": [3]}
+    root, *nodes = by_request["a"][0]["nodes"]
     assert (root["part"], root["accepted"]) == ("root", True)
     assert [node["parent"] for node in nodes] == [0, 1, 2, 1, 0]
     assert [node["num_draws"] for node in nodes] == [2, 1, 1, 2, 1]
     assert [node["accepted"] for node in nodes] == [True, False, False, False, False]
-    assert told["a"][0]["extra"]["token_id"] == 6
-    assert told["c"][0]["extra"] is None
+    assert by_request["a"][0]["extra"]["token_id"] == 6
+    assert by_request["c"][0]["extra"] is None
 
 
 @pytest.mark.parametrize(("flags", "names"), [(["--request", "b"], ["b"]), (["--last", "1"], ["a", "c"])])

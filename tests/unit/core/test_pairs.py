@@ -110,6 +110,6 @@ def test_wrong_fits_are_detected(mutant) -> None:
 
 
 def test_unknown_verifier_error_lists_known_names() -> None:
-    for ask in (lambda: require_exact(DELAYED, "sequoia"), lambda: default_tree("sequoia")):
+    for call in (lambda: require_exact(DELAYED, "sequoia"), lambda: default_tree("sequoia")):
         with pytest.raises(UnknownVerifierError, match=r"'sequoia'; there are nss, naive, .*, coupled"):
-            ask()
+            call()

@@ -291,7 +291,7 @@ def test_least_chances_follow_node_costs():
 
 
 TREE = Expansion(0, 4, 4, "noise_aware", 12)
-LEAST_TOLD = [  # what nodes a tree has, its expansion, its growth costs, and down to which chance it has all that there were
+COMPLETE_ABOVE = [  # what nodes a tree has, its expansion, its growth costs, and down to which chance it has all that there were
     ((0.9, 0.4), replace(TREE, least_chance=0.3), FREE_GROWTH, 0.3),
     ((0.9, 0.4), replace(TREE, least_chance=0.3), GrowthCosts(nodes=(0.0, 0.01, 0.05, 0.2)), 0.05),
     ((0.9, 0.4, 0.1), replace(TREE, least_chance=0.3, max_nodes=3), GrowthCosts(nodes=(0.0, 0.01, 0.05)), 0.1),  # it is full
@@ -300,6 +300,6 @@ LEAST_TOLD = [  # what nodes a tree has, its expansion, its growth costs, and do
 ]
 
 
-@pytest.mark.parametrize(("chances", "expansion", "growth_costs", "least"), LEAST_TOLD)
+@pytest.mark.parametrize(("chances", "expansion", "growth_costs", "least"), COMPLETE_ABOVE)
 def test_complete_above_finds_the_lowest_chance(chances, expansion, growth_costs, least):
     assert growth_costs.complete_above(expansion, chances) == least

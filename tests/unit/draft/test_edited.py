@@ -5,7 +5,7 @@ import pytest
 from engine.core.types import Grammar, GrammarKind, SamplingParams
 from engine.draft.text.edited import may_suppress
 
-LAW = (5, 7)
+TOKENS = (5, 7)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ LAW = (5, 7)
     ],
 )
 def test_harmless_edits_do_not_suppress_tokens(num_generated, fields):
-    assert not may_suppress(SamplingParams(**fields), LAW, num_generated)
+    assert not may_suppress(SamplingParams(**fields), TOKENS, num_generated)
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_harmless_edits_do_not_suppress_tokens(num_generated, fields):
     ],
 )
 def test_suppressing_edits_are_detected(num_generated, fields):
-    assert may_suppress(SamplingParams(**fields), LAW, num_generated)
+    assert may_suppress(SamplingParams(**fields), TOKENS, num_generated)

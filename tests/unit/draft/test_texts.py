@@ -65,7 +65,7 @@ def predicted(cache: TextCache, most_tokens: int, least_chance: float = 0.5) -> 
     return cache.chain_length("r", most_tokens, least_chance)
 
 
-def said(cache: TextCache, output: Sequence[int], tenant: str, request_id: str = "earlier") -> None:
+def run_request(cache: TextCache, output: Sequence[int], tenant: str, request_id: str = "earlier") -> None:
     """Run a whole request of a tenant."""
     history = begun(cache, request_id=request_id, tenant=tenant)
     history += output
@@ -194,7 +194,7 @@ def test_sibling_choices_share_only_the_prompt():
 
 def test_outputs_are_drafted_from_for_their_tenant():
     cache = TextCache(recent=RecentLimits(100))
-    said(cache, [40, 41, 42, 43], "mine")
+    run_request(cache, [40, 41, 42, 43], "mine")
     history = begun(cache, tenant="mine", request_id="later")
     history += [41, 42]
     assert list(known(cache, history, request_id="later").probs) == [43]
@@ -207,7 +207,7 @@ def test_tenants_never_draft_from_each_other(earlier, later):
 
 
 def check_isolation(cache: TextCache, earlier: str, later: str) -> None:
-    said(cache, [40, 41, 42, 43], earlier)
+    run_request(cache, [40, 41, 42, 43], earlier)
     history = begun(cache, tenant=later, request_id="later")
     history += [41, 42]
     assert (distribution(cache, history, request_id="later") is not None) == (earlier == later != "")
@@ -234,17 +234,17 @@ def test_unspeculative_requests_are_not_tracked():
     begun(cache, speculation=Speculation(is_enabled=False))
     assert not cache._tracked
     cache = TextCache(recent=RecentLimits(100), has_own_texts=False)
-    said(cache, [40, 41, 42, 43], "mine")
+    run_request(cache, [40, 41, 42, 43], "mine")
     history = begun(cache, (*PROMPT, *PROMPT), tenant="mine", prediction_ids=(1, 2))
     assert list(known(cache, history).probs) == [1]
     assert distribution(cache, [1, 2, 3, 1, 2], request_id="unknown") is None
 
 
 matches = st.builds(Match, st.integers(1, 32), st.dictionaries(st.integers(0, 9), st.integers(1, 9), min_size=1))
-told = st.lists(st.tuples(st.sampled_from(TextSource), matches, st.floats(0.001, 0.99)), min_size=1, max_size=4)
+mixtures = st.lists(st.tuples(st.sampled_from(TextSource), matches, st.floats(0.001, 0.99)), min_size=1, max_size=4)
 
 
-@given(told)
+@given(mixtures)
 def test_mixture_is_normalised_with_bounded_confidence(several):
     found = texts._mixture(several)
     assert sum(found.probs.values()) == pytest.approx(1.0)
@@ -278,14 +278,14 @@ def test_agreement_is_learnt_before_token_is_added():
     assert not cache._agreement._rates
 
 
-def rates_of_a_text(is_asked: bool) -> dict[Any, Any]:
+def rates_of_a_text(is_read: bool) -> dict[Any, Any]:
     """Return what a text that repeats itself has taught; `is_asked` has somebody ask for its law and its runs in each step."""
     cache = TextCache(min_tokens=1)
     history = begun(cache)
     for token_id in (8, 9, 5, 6, 7, 8, 9, 9, 5, 6, 7, 7, 8, 9, 5):
         history.append(token_id)
         cache.advance(["r"])
-        if is_asked:
+        if is_read:
             cache.distributions_after([(row_of("r", history), ())])
             cache.chain_length("r", 4, 0.5)
     cache.distributions_after([(row_of("r", history), ())])  # a sequence that queried the cache is followed to its end
@@ -293,7 +293,7 @@ def rates_of_a_text(is_asked: bool) -> dict[Any, Any]:
     return cache._agreement._rates
 
 
-def steps_that_follow(is_asked: bool) -> list[int]:
+def steps_that_follow(is_read: bool) -> list[int]:
     """Return after how many tokens each a text of 13 was followed."""
     cache = TextCache()
     history = begun(cache)
@@ -302,15 +302,15 @@ def steps_that_follow(is_asked: bool) -> list[int]:
         history.append(token_id)
         cache.advance(["r"])
         followed.append(cache._tracked["r"].num_unlearned == 0)
-        if is_asked:
+        if is_read:
             cache.distributions_after([(row_of("r", history), ())])
     ends = [place for place, is_followed in enumerate(followed) if is_followed]
     return [end - begin for begin, end in pairwise([-1, *ends])]
 
 
 def test_unused_text_is_followed_in_batches():
-    assert steps_that_follow(is_asked=True) == [1] * 13
-    assert steps_that_follow(is_asked=False) == [1, 8]  # who begins may draft at once
+    assert steps_that_follow(is_read=True) == [1] * 13
+    assert steps_that_follow(is_read=False) == [1, 8]  # who begins may draft at once
 
 
 def test_run_length_updates_as_text_is_followed():
@@ -328,7 +328,7 @@ def test_run_length_updates_as_text_is_followed():
 
 
 def test_learning_does_not_depend_on_reads():
-    assert rates_of_a_text(is_asked=True) == rates_of_a_text(is_asked=False) != {}
+    assert rates_of_a_text(is_read=True) == rates_of_a_text(is_read=False) != {}
 
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=8)
@@ -345,10 +345,10 @@ def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
     cache, expected = TextCache(least), Agreement()
     history = begun(cache, prompt)
     cache.advance(["r"])
-    for token_ids, is_asked in [*steps, ([], True)]:
+    for token_ids, is_read in [*steps, ([], True)]:
         history += token_ids
         cache.advance(["r"])
-        if is_asked:
+        if is_read:
             cache.distributions_after([(row_of("r", history), ())])
             cache.chain_length("r", 4, 0.5)
     cache.advance(["r"])
@@ -362,12 +362,12 @@ def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
 _add, _follow = ContextTree._add, TextCache._learn_committed
 
 
-def foretells_itself(tree: ContextTree, token_id: int, least: int) -> Match | None:
+def predicts_itself(tree: ContextTree, token_id: int, least: int) -> Match | None:
     fork = _add(tree, token_id)
     return Match(fork.depth, dict(fork.counts)) if fork.depth >= least else None
 
 
-def believes_what_was_said_of_another_token(cache: TextCache, one: texts._TrackedRequest) -> None:
+def learns_from_another_token(cache: TextCache, one: texts._TrackedRequest) -> None:
     one.next_matches = one.next_matches._replace(position=one.num_learned) if one.next_matches.matches else one.next_matches
     _follow(cache, one)
 
@@ -375,9 +375,9 @@ def believes_what_was_said_of_another_token(cache: TextCache, one: texts._Tracke
 @pytest.mark.parametrize(
     ("owner", "name", "mutant"),
     [
-        (ContextTree, "append_and_match", foretells_itself),
+        (ContextTree, "append_and_match", predicts_itself),
         (Match, "copy", lambda match: match),
-        (TextCache, "_learn_committed", believes_what_was_said_of_another_token),
+        (TextCache, "_learn_committed", learns_from_another_token),
     ],
 )
 def test_teaching_kills(owner, name, mutant, monkeypatch):

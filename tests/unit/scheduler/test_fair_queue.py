@@ -27,7 +27,7 @@ class Fifo(FairQueue):
         super().push(sequence)
 
 
-class ChargesNobody(FairQueue):
+class ChargesNoKey(FairQueue):
     """The mutant: whoever came first is always next."""
 
     def pop(self):
@@ -95,7 +95,7 @@ def test_keys_that_wait_together_are_served_alike(sent: Arrivals) -> None:
 FLOOD = [(0, "a", 10)] * 100
 ATTACKS = {
     Fifo: [*FLOOD, *((0, "b", 10) for _ in range(20))],
-    ChargesNobody: [*FLOOD, *((0, "b", 10) for _ in range(20))],
+    ChargesNoKey: [*FLOOD, *((0, "b", 10) for _ in range(20))],
     CountsRequests: [*((0, "a", 50) for _ in range(50)), *((0, "b", 1) for _ in range(50))],
     GivesCredit: [*FLOOD, *((40 if not number else 0, "b", 10) for number in range(40))],
 }

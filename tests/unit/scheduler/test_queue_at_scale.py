@@ -97,9 +97,9 @@ class Front:
     def __init__(self, num_requests: int) -> None:
         self.request_table = RequestTable(LIMITS, lambda request_id: None)
         self.streams = [self.request_table.open([request(str(number))]) for number in range(num_requests)]
-        self.hear()
+        self.receive()
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         self.request_table.deliver([TokenEvent(str(number), (9,)) for number in range(4)])
 
     def enter(self) -> None:
@@ -110,7 +110,7 @@ class Front:
         self.request_table.deliver([TokenEvent("3", (9,), finish=FinishReason.LENGTH)])
 
 
-@pytest.mark.parametrize("act", [Front.hear, Front.enter, Front.finish, lambda front: front.request_table.num_waiting])
+@pytest.mark.parametrize("act", [Front.receive, Front.enter, Front.finish, lambda front: front.request_table.num_waiting])
 def test_front_end_work_is_independent_of_queue(act):
     async def compare() -> None:
         few, many = Front(FEW), Front(MANY)

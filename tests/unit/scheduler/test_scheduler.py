@@ -79,7 +79,7 @@ class FreesWhatOthersUse(PrefixCache):
         return super().release(sequence)
 
 
-class KeepsWhatNobodyProved(PrefixCache):
+class KeepsUnprovedPrefixes(PrefixCache):
     def release(self, sequence):
         unproven = [block for block in sequence.blocks if not block.is_finite]
         self.mark_finite(sequence)
@@ -138,7 +138,7 @@ class AdmitsTheNewestFirst(Scheduler):
         super().add(sequence)
 
 
-class AsksForNoTurn(Scheduler):
+class RequestsNoTurn(Scheduler):
     def add(self, sequence):
         sequence.request = replace(sequence.request, priority=0)
         super().add(sequence)
@@ -161,7 +161,7 @@ class FeedsTheDrafterAhead(Scheduler):
         return tree.num_draft_tokens
 
 
-class KeepsWhatStoodIn(Scheduler):
+class KeepsStandIns(Scheduler):
     def _draft_len_after(self, row, result):
         return row.root_position + result.drafted_len if not row.expansion.is_plain else super()._draft_len_after(row, result)
 
@@ -176,7 +176,7 @@ class FinishedSequencesStay(Scheduler):
         return emission
 
 
-class ForgetsWhoLeft(Scheduler):
+class ForgetsFinished(Scheduler):
     def _stop_running(self, sequence):
         self._running.remove(sequence)
 
@@ -216,14 +216,14 @@ def test_scheduler():
         IgnoresTheBudget,
         PreemptionRemembersTheDraft,
         AdmitsTheNewestFirst,
-        AsksForNoTurn,
+        RequestsNoTurn,
         RunsTheNewestFirst,
         FeedsTheDrafterTooLittle,
         FeedsTheDrafterAhead,
-        KeepsWhatStoodIn,
+        KeepsStandIns,
         FinishedSequencesStay,
         PublishesDrafts,
-        ForgetsWhoLeft,
+        ForgetsFinished,
         NumbersEachStepAnew,
     ],
 )
@@ -240,7 +240,7 @@ def test_scheduler_kills(mutant):
         TakesTheRootForCached,
         AdoptsInTheMiddle,
         FreesWhatOthersUse,
-        KeepsWhatNobodyProved,
+        KeepsUnprovedPrefixes,
         ProvesWhatIsFed,
         ForgetsNothing,
         BelievesThatAllIsDrafted,

@@ -53,7 +53,7 @@ def steps_of(rng: random.Random, scheduler: Scheduler, sizes: list[tuple[int, in
     return most_steps + 1
 
 
-def check_nobody_starves(scheduler_class: type[Scheduler], *phases: Phase) -> None:
+def check_no_request_starves(scheduler_class: type[Scheduler], *phases: Phase) -> None:
     size = st.integers(1, LARGEST_REQUEST - 1).flatmap(
         lambda num_prompt: st.tuples(st.just(num_prompt), st.integers(1, LARGEST_REQUEST - num_prompt))
     )
@@ -75,7 +75,7 @@ def check_nobody_starves(scheduler_class: type[Scheduler], *phases: Phase) -> No
 
 
 def test_no_request_starves():
-    check_nobody_starves(Scheduler, Phase.generate, Phase.shrink)
+    check_no_request_starves(Scheduler, Phase.generate, Phase.shrink)
 
 
 class PreemptsTheOldest(Scheduler):
@@ -100,4 +100,4 @@ class RunsTheNewestFirst(Scheduler):
 @pytest.mark.parametrize("mutant", [PreemptsTheOldest, LetsThePreemptedWaitLast, RunsTheNewestFirst])
 def test_starvation_check_kills_mutants(mutant):
     with pytest.raises(AssertionError):
-        check_nobody_starves(mutant, Phase.generate)
+        check_no_request_starves(mutant, Phase.generate)

@@ -34,7 +34,7 @@ class ForgetsTheCancelled(FairLock):
         await place
 
 
-class CallsWhoHasLeft(FairLock):
+class CallsCancelledWaiter(FairLock):
     """The mutant: a turn is given to whoever is first, though it has been cancelled and does not know it yet."""
 
     def _pass_on(self):
@@ -47,7 +47,7 @@ class CallsWhoHasLeft(FairLock):
                 self._waiting[key] = places
 
 
-async def order_of(turns: FairLock, asked: list[str]) -> list[str]:
+async def order_of(turns: FairLock, requested: list[str]) -> list[str]:
     """Return the keys in the order of their turns when all ask during somebody's turn."""
     had: list[str] = []
 
@@ -57,7 +57,7 @@ async def order_of(turns: FairLock, asked: list[str]) -> list[str]:
             await asyncio.sleep(0)
 
     async with turns.turn("first"):
-        taking = [asyncio.create_task(take(key)) for key in asked]
+        taking = [asyncio.create_task(take(key)) for key in requested]
         await asyncio.sleep(0)
         assert had == []
     await asyncio.gather(*taking)
@@ -68,7 +68,7 @@ async def check_each_key_has_its_turn(kind: type[FairLock]) -> None:
     assert await order_of(kind(), ["a"] * 100 + ["b"] * 2 + ["c"]) == ["a", "b", "c", "a", "b", *["a"] * 98]
 
 
-async def check_the_cancelled_keep_nobody_waiting(kind: type[FairLock]) -> None:
+async def check_cancelled_waiter_does_not_block(kind: type[FairLock]) -> None:
     turns = kind()
 
     async def take(key: str) -> str:
@@ -86,7 +86,7 @@ async def check_the_cancelled_keep_nobody_waiting(kind: type[FairLock]) -> None:
         assert turns._waiting == {}
 
 
-async def check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(kind: type[FairLock]) -> None:
+async def check_waiter_cancelled_at_turn_does_not_block(kind: type[FairLock]) -> None:
     turns, is_over = kind(), asyncio.Event()
 
     async def take(key: str) -> str:
@@ -113,12 +113,12 @@ async def test_each_key_has_its_turn(mutant: type[FairLock]) -> None:
 
 
 async def test_cancelled_waiter_does_not_block_others() -> None:
-    await check_the_cancelled_keep_nobody_waiting(FairLock)
+    await check_cancelled_waiter_does_not_block(FairLock)
     with pytest.raises((TimeoutError, asyncio.InvalidStateError)):
-        await check_the_cancelled_keep_nobody_waiting(ForgetsTheCancelled)
+        await check_cancelled_waiter_does_not_block(ForgetsTheCancelled)
 
 
 async def test_waiter_cancelled_at_turn_does_not_block() -> None:
-    await check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(FairLock)
+    await check_waiter_cancelled_at_turn_does_not_block(FairLock)
     with pytest.raises((TimeoutError, asyncio.InvalidStateError)):
-        await check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(CallsWhoHasLeft)
+        await check_waiter_cancelled_at_turn_does_not_block(CallsCancelledWaiter)

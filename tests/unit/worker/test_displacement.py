@@ -35,14 +35,14 @@ def each(*requests: Request) -> list[Answer]:
     return [[request] for request in requests]
 
 
-class PlacesOnlyLedger(RequestTable):
+class PlacesOnlyTable(RequestTable):
     """The mutant: long prompts are no more than short ones."""
 
     def __init__(self, limits, *others) -> None:
         super().__init__(replace(limits, max_waiting_tokens=1 << 40), *others)
 
 
-class SilentLedger(RequestTable):
+class SilentTable(RequestTable):
     """The mutant: the engine goes on with who was displaced."""
 
     def _displace(self, answers) -> None:
@@ -51,7 +51,7 @@ class SilentLedger(RequestTable):
         super()._displace(answers)
 
 
-class OrphaningLedger(RequestTable):
+class OrphaningTable(RequestTable):
     """The mutant: each choice of an answer waits, and goes, for itself."""
 
     def open(self, requests, is_posted=True):
@@ -61,7 +61,7 @@ class OrphaningLedger(RequestTable):
         return streams
 
 
-class PiecemealLedger(RequestTable):
+class PiecemealTable(RequestTable):
     """The mutant: choices come one after the other, each making its own room."""
 
     def make_room(self, requests) -> None:
@@ -97,9 +97,9 @@ def fill(
             mailbox = stream.entry.mailbox
             if any(mailbox.get_nowait().error_code is ErrorCode.DISPLACED for _ in range(mailbox.qsize())):
                 fates[stream.entry.request.request_id] = "displaced"
-        told = list(aborted)
+        displaced = list(aborted)
         request_table.abort_all()
-        return fates, told
+        return fates, displaced
 
     return asyncio.run(scenario())
 
@@ -122,7 +122,7 @@ def check_a_late_key_has_its_half(kind: type[RequestTable]) -> None:
 def test_key_filling_queue_yields_to_others(monkeypatch) -> None:
     check_a_late_key_has_its_half(RequestTable)
     with pytest.raises(AssertionError):
-        check_a_late_key_has_its_half(SilentLedger)
+        check_a_late_key_has_its_half(SilentTable)
     monkeypatch.setattr("engine.worker.request_table.displaced_shares", lambda queue, new_request, limits: None)
     with pytest.raises(AssertionError):
         check_a_late_key_has_its_half(RequestTable)
@@ -144,7 +144,7 @@ def check_tokens_are_bounded(kind: type[RequestTable]) -> None:
 def test_the_tokens_that_wait_are_bounded_too() -> None:
     check_tokens_are_bounded(RequestTable)
     with pytest.raises(AssertionError):
-        check_tokens_are_bounded(PlacesOnlyLedger)
+        check_tokens_are_bounded(PlacesOnlyTable)
 
 
 def test_refused_request_displaces_nothing() -> None:
@@ -155,7 +155,7 @@ def test_refused_request_displaces_nothing() -> None:
     assert list(fates.values()) == ["waits"] * 11 + ["busy"]
 
 
-def check_nobody_goes_for_choices_that_are_refused(kind: type[RequestTable]) -> None:
+def check_refused_choices_displace_nothing(kind: type[RequestTable]) -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8)
     fates, aborted = fill(kind, limits, [*each(*(of_key("a", number) for number in range(9))), choices("b", 0, 6)])
     assert aborted == []
@@ -164,15 +164,20 @@ def check_nobody_goes_for_choices_that_are_refused(kind: type[RequestTable]) -> 
 
 def test_refused_choices_displace_nothing() -> None:
     """The bug: the first of an answer's choices displaced others, and the last one was refused, and they with it."""
-    check_nobody_goes_for_choices_that_are_refused(RequestTable)
+    check_refused_choices_displace_nothing(RequestTable)
     with pytest.raises(AssertionError):
-        check_nobody_goes_for_choices_that_are_refused(PiecemealLedger)
+        check_refused_choices_displace_nothing(PiecemealTable)
 
 
 def check_choices_go_together(kind: type[RequestTable]) -> None:
     limits = SchedulerConfig(max_running=2, max_waiting=8)
-    asked = [*each(of_key("a", 0), of_key("a", 1), of_key("a", 2)), choices("a", 3, 4), choices("a", 4, 3), *each(of_key("b", 0))]
-    fates, aborted = fill(kind, limits, asked)
+    requested = [
+        *each(of_key("a", 0), of_key("a", 1), of_key("a", 2)),
+        choices("a", 3, 4),
+        choices("a", 4, 3),
+        *each(of_key("b", 0)),
+    ]
+    fates, aborted = fill(kind, limits, requested)
     assert of(fates, "displaced") == aborted == ["a4-0", "a4-1", "a4-2"]
     fates, aborted = fill(kind, limits, [choices("a", 3, 10), *each(of_key("b", 0))], begun=["a3-0", "a3-1"])
     assert of(fates, "displaced") == aborted == [f"a3-{index}" for index in range(10)], "nobody would read those that run"
@@ -182,16 +187,21 @@ def test_the_choices_of_an_answer_go_together() -> None:
     """The bug: one waiting choice was displaced, which ended the stream of all, and the others had run for nothing."""
     check_choices_go_together(RequestTable)
     with pytest.raises(AssertionError):
-        check_choices_go_together(OrphaningLedger)
+        check_choices_go_together(OrphaningTable)
 
 
 def check_what_has_begun_stays(kind: type[RequestTable]) -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8)
-    asked = [choices("a", 0, 2), *each(*(of_key("c", number) for number in range(2))), choices("a", 1, 5), *each(of_key("b", 0))]
-    fates, _ = fill(kind, limits, asked, begun=["a0-0"])
+    requested = [
+        choices("a", 0, 2),
+        *each(*(of_key("c", number) for number in range(2))),
+        choices("a", 1, 5),
+        *each(of_key("b", 0)),
+    ]
+    fates, _ = fill(kind, limits, requested, begun=["a0-0"])
     assert of(fates, "displaced") == [f"a1-{index}" for index in range(5)]
-    asked = [choices("a", 0, 7), *each(*(of_key("c", number) for number in range(2))), *each(of_key("b", 0))]
-    fates, _ = fill(kind, limits, asked, begun=["a0-0"])
+    requested = [choices("a", 0, 7), *each(*(of_key("c", number) for number in range(2))), *each(of_key("b", 0))]
+    fates, _ = fill(kind, limits, requested, begun=["a0-0"])
     assert of(fates, "displaced") == ["c1"], "of a key that has less, but of whom nothing was told"
     fates, _ = fill(kind, limits, [choices("a", 0, 9), *each(of_key("b", 0))], begun=["a0-0"])
     assert len(of(fates, "displaced")) == 9, "no key is locked out"
@@ -200,7 +210,7 @@ def check_what_has_begun_stays(kind: type[RequestTable]) -> None:
 def test_an_answer_that_has_begun_goes_last(monkeypatch) -> None:
     check_what_has_begun_stays(RequestTable)
     with pytest.raises(AssertionError):
-        check_what_has_begun_stays(OrphaningLedger)
+        check_what_has_begun_stays(OrphaningTable)
 
     def blind(queue, new_request, limits):
         return displaced_shares([replace(claim, has_begun=False) for claim in queue], new_request, limits)
@@ -232,36 +242,36 @@ def test_key_with_fewer_places_is_admitted(keys: list[str]) -> None:
         assert places[keys[-1]] + 1 >= max(places.values())
 
 
-asked = st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(1, 20))
+requested = st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(1, 20))
 
 
-@given(st.lists(asked, min_size=2, max_size=20))
-def test_an_answer_has_one_fate(asked: list[tuple[str, int, int]]) -> None:
+@given(st.lists(requested, min_size=2, max_size=20))
+def test_an_answer_has_one_fate(requested: list[tuple[str, int, int]]) -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8, max_waiting_tokens=60)
-    answers = [choices(key, number, num, num_prompt) for number, (key, num, num_prompt) in enumerate(asked)]
+    answers = [choices(key, number, num, num_prompt) for number, (key, num, num_prompt) in enumerate(requested)]
     fates, _ = fill(RequestTable, limits, answers)
     assert all(len({fates[request.request_id] for request in answer}) == 1 for answer in answers)
     waiting = [answer for answer in answers if fates[answer[0].request_id] == "waits"]
     assert len(list(chain(*waiting))) <= 9  # one of them runs
 
 
-def check_who_can_stay_stays() -> None:
+def check_requests_that_fit_stay() -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8)
-    asked = [*each(of_key("a", 0)), choices("a", 1, 5), *each(of_key("a", 2)), choices("c", 0, 2), choices("b", 0, 3)]
-    fates, aborted = fill(RequestTable, limits, asked)
+    requested = [*each(of_key("a", 0)), choices("a", 1, 5), *each(of_key("a", 2)), choices("c", 0, 2), choices("b", 0, 3)]
+    fates, aborted = fill(RequestTable, limits, requested)
     assert of(fates, "displaced") == aborted == [f"a1-{index}" for index in range(5)]
     limits = SchedulerConfig(max_running=1, max_waiting=20, max_waiting_tokens=40)
-    asked = each(of_key("r", 0), of_key("c", 0, 10), of_key("c", 1, 10), *(of_key("a", number) for number in range(11)))
-    _, aborted = fill(RequestTable, limits, [*asked, *each(of_key("b", 0, 14))])
+    requested = each(of_key("r", 0), of_key("c", 0, 10), of_key("c", 1, 10), *(of_key("a", number) for number in range(11)))
+    _, aborted = fill(RequestTable, limits, [*requested, *each(of_key("b", 0, 14))])
     assert aborted == ["c1"], "what is short are tokens, and of those a key with many places has few"
 
 
 def test_requests_that_fit_are_not_displaced(monkeypatch) -> None:
     """The bug: a short answer went first, made too little room, and was not let back when the next one made enough alone."""
-    check_who_can_stay_stays()
+    check_requests_that_fit_stay()
     monkeypatch.setattr(displacement, "_needed", lambda candidates, queue, usage: candidates)
     with pytest.raises(AssertionError):
-        check_who_can_stay_stays()
+        check_requests_that_fit_stay()
 
 
 claims = st.builds(QueuedShare, st.sampled_from("abcd"), st.integers(-2, 2), st.integers(1, 3), st.integers(1, 9), st.booleans())

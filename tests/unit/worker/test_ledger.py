@@ -24,7 +24,7 @@ def no_abort(_request_id: str) -> None:
     """Stand for an engine that takes aborts and says nothing."""
 
 
-class ForgetfulLedger(RequestTable):
+class ForgetfulTable(RequestTable):
     """The mutant: at a death, answers only those who have had a token."""
 
     def fail_all(self, code: ErrorCode, error: str) -> None:
@@ -33,7 +33,7 @@ class ForgetfulLedger(RequestTable):
                 self.fail(entry, code, error)
 
 
-class DoubtfulLedger(RequestTable):
+class DoubtfulTable(RequestTable):
     """The mutant: a request that ended can be heard of again."""
 
     def _put(self, entry, event) -> None:
@@ -101,7 +101,7 @@ def test_each_request_ends_exactly_once(steps: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize(
     ("mutant", "steps"),
-    [(ForgetfulLedger, [("submit", "a"), ("die", "a")]), (DoubtfulLedger, [("submit", "a"), ("finish", "a"), ("finish", "a")])],
+    [(ForgetfulTable, [("submit", "a"), ("die", "a")]), (DoubtfulTable, [("submit", "a"), ("finish", "a"), ("finish", "a")])],
 )
 def test_mutants_are_noticed(mutant: type[RequestTable], steps: list[tuple[str, str]]) -> None:
     with pytest.raises(AssertionError):

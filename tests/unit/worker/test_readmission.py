@@ -31,10 +31,10 @@ class Worker:
 
     def step(self) -> list[TokenEvent] | None:
         """Return the news; None if the step kills."""
-        num_told = {name: len(self.requests[name].progress.token_ids) for name in self.running()}
-        if any(self._poisons.get(name) == num for name, num in num_told.items()):
+        num_delivered = {name: len(self.requests[name].progress.token_ids) for name in self.running()}
+        if any(self._poisons.get(name) == num for name, num in num_delivered.items()):
             return None
-        return [self._advance(name, num) for name, num in num_told.items()]
+        return [self._advance(name, num) for name, num in num_delivered.items()]
 
     def _advance(self, name: str, num: int) -> TokenEvent:
         request = self.requests.pop(name)
