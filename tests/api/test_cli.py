@@ -1,4 +1,4 @@
-"""The command line: every setting has a flag, mistakes are told in one line with status 2."""
+"""The command line: every setting has a flag, mistakes are reported in one line with status 2."""
 
 import os
 import socket

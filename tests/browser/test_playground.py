@@ -1,4 +1,4 @@
-"""The playground in a browser, against the default pair: what it draws is what was said, by keyboard, in dark, on a phone."""
+"""The playground in a browser, against the default pair: it draws the server's answer, by keyboard, in dark, on a phone."""
 
 import re
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def page(server: RunningServer, browser: Browser) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def answered(server: RunningServer, browser: Browser) -> Iterator[Page]:
-    """The page with an answer on it, asked for by keyboard alone, and plain decoding beside it."""
+    """The page with an answer on it, requested by keyboard alone, and plain decoding beside it."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     page.goto(server.url)

@@ -110,7 +110,7 @@ async def test_the_async_client_streams_text(url: str) -> None:
 
 
 def test_the_tool_runner_ends_with_an_answer(client: Any, engine: FakeEngine) -> None:
-    """It asks for a thread first; only the code of the refusal makes it send whole conversations."""
+    """The client requests a thread first; only the code of the refusal makes it send whole conversations."""
     called: list[str] = []
 
     @anthropic.beta_tool  # type: ignore[untyped-decorator, unused-ignore]

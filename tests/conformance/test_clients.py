@@ -1,4 +1,4 @@
-"""Clients, unchanged, against a server process with a small model: they do what the table of docs/conformance.md says.
+"""Clients, unchanged, against a server process with a small model: they behave as the table of docs/conformance.md lists.
 
 They have environments of their own, which `make conformance` makes; without these the tests are skipped.
 """
@@ -62,7 +62,7 @@ def test_client_behaves_as_documented(program: Path, server: RunningServer, tmp_
     command, folder = _command(program)
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")
-    # Without these a client asks the internet for prices, and aborts or waits.
+    # Without these a client fetches model costs from the internet, and aborts or waits.
     offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": str(tmp_path)}
     done = subprocess.run(
         [*command, server.url, MODEL],

@@ -183,7 +183,7 @@ class _Busy(FakeEngine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_busy_server_is_retried_after_requested_wait(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 503 comes before any of the stream, so that the client may retry it; it waits as long as Retry-After says."""
+    """The 503 comes before any of the stream, so that the client may retry it; it waits as long as Retry-After demands."""
     waits: list[float] = []
     monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
     engine = _Busy(script=says(IDS))

@@ -49,7 +49,7 @@ GETS = [
 ]
 TOO_LARGE = 413
 ERRORS_OF_A_BODY = {"400", "401", "403", "404", "413", "415", "429", "431", "500", "503"}
-# Fields that a schema cannot say what else they need, or how many tokens a model has.
+# Fields with conditions that a schema cannot express, such as the number of tokens of a model.
 _FITTING = {
     *(
         "response_format",
@@ -83,7 +83,7 @@ _SHAPES = [not_a_server_error, status_code_conformance, content_type_conformance
 
 
 def app() -> Any:
-    """Return a server that refuses what its document does not tell of."""
+    """Return a server that refuses fields that its document does not have."""
     engine = FakeEngine(script=says(byte_level().encode("hello 日本語 😀")), chunks=(1, 3), vocab_size=500)
     return app_of(engine, infilling("qwen"), strict=True)
 
@@ -110,7 +110,9 @@ def check(url: str, document: dict[str, Any], path: str, method: str, mode: Gene
     def holds(case: Case[Any]) -> None:
         if isinstance(case.body, dict) and not is_wrong:
             if path == "/tokenize" and case.body.get("messages") is None:
-                case.body["prompt"] = case.body.get("prompt") or "hello"  # one of the two is needed, which no schema tells
+                case.body["prompt"] = (
+                    case.body.get("prompt") or "hello"
+                )  # one of the two is needed, which a schema cannot express
             _mend(case.body, is_plain=len(statuses) % 2 == 0)
         response = case.call(base_url=url)
         statuses.append(response.status_code)
@@ -123,7 +125,7 @@ def check(url: str, document: dict[str, Any], path: str, method: str, mode: Gene
 
 
 def _mend(body: dict[str, Any], is_plain: bool) -> None:
-    """Give a body what no schema tells: the one name that is served, one text to encode, and if plain no fields that must fit."""
+    """Give a body what a schema cannot express: the one model name, one text to encode; if plain, no fields that must fit."""
     if is_plain:
         for name in _FITTING & {*body}:
             del body[name]
@@ -133,7 +135,7 @@ def _mend(body: dict[str, Any], is_plain: bool) -> None:
         body["model"] = MODEL
     if body.get("prompt") is not None:
         body.pop("messages", None)
-    body.pop("timeout_s", None)  # who asks for no time at all is told 504
+    body.pop("timeout_s", None)  # a limit of no time at all is a 504
 
 
 def _with_integers(value: Any) -> Any:

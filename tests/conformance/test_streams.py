@@ -87,7 +87,7 @@ def answered(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str,
 
 
 def _added(whole: Any, part: Any) -> Any:
-    """Return what a chunk makes of what came before: texts and lists go on, the rest is what was said last."""
+    """Return an answer so far with one more chunk: texts and lists are joined, other fields are replaced."""
     if isinstance(whole, dict) and isinstance(part, dict):
         return {key: _added(whole.get(key), part.get(key)) for key in {**whole, **part}}
     if isinstance(whole, list) and isinstance(part, list):
@@ -98,7 +98,7 @@ def _added(whole: Any, part: Any) -> Any:
 
 
 def output_of(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return what a choice says, whichever endpoint and way it came by."""
+    """Return the output of a choice, whichever endpoint and form it has."""
     message = choice.get("message") or choice.get("delta") or {}
     text = choice["text"] if "text" in choice else message.get("content") or ""
     logprobs = choice.get("logprobs")
@@ -127,7 +127,7 @@ def require_same(one: Any, other: Any) -> None:
 
 
 def without_cached(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return usage but for what lay in the cache: more the second time."""
+    """Return usage without the counts of cached tokens, which grow the second time."""
     return {key: value for key, value in usage.items() if key != "prompt_tokens_details"}
 
 
@@ -165,7 +165,7 @@ def check(num_examples: int) -> None:
         @settings(max_examples=num_examples)
         @given(shared=_SHARED, own=_COMPLETIONS | _CHATS)
         def holds(shared: dict[str, Any], own: dict[str, Any]) -> None:
-            if "structured_outputs" in shared:  # it says where a text ends, and leaves no room for masks
+            if "structured_outputs" in shared:  # it decides where a completion ends, and leaves no room for masks
                 shared = {name: value for name, value in shared.items() if name not in _BESIDE_NO_GRAMMAR}
             check_one(http, "/v1/completions" if "prompt" in own else "/v1/chat/completions", {**shared, **own})
 

@@ -1,4 +1,4 @@
-"""Structured output as the official client asks for it, of a real engine with random weights."""
+"""Structured output as the official client requests it, of a real engine with random weights."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tool calls as the official client asks for them, forced out of a real engine with random weights: they are of the schema."""
+"""Tool calls as the official client requests them, forced out of a real engine with random weights: they fit the schema."""
 
 import json
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""What vLLM's own entrypoint tests ask of a server, asked of this one (tests/entrypoints/openai as of 0.33; behaviour, not code).
+"""Cases of vLLM's own entrypoint tests, against this server (tests/entrypoints/openai as of 0.33; behaviour, not code).
 
-Where this server means to differ, docs/conformance.md says so.
+docs/conformance.md lists where this server differs on purpose.
 """
 
 import json

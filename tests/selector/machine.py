@@ -1,6 +1,6 @@
 """A machine on paper: steps with known costs, texts with known acceptance, chance from a seed and time from arithmetic.
 
-What a policy chooses is run as the engine would run it, and it is told what the engine would tell it.
+A policy's choice is run as the engine would run it, and the policy observes the same feedback.
 """
 
 import random
@@ -29,7 +29,7 @@ _MOST_BEHIND = 64  # tokens that a drafter falls behind a plain sequence
 def feedback(
     work: StepWork, outcomes: Sequence[DraftOutcome], draft_s: float, rest_s: float, has_prefill: bool = False
 ) -> StepFeedback:
-    """Return what a policy is told of a step."""
+    """Return what a policy observes of a step."""
     sizes, reported = (work.num_rows, work.num_rounds, int(work.num_passes)), tuple(outcomes)
     return StepFeedback(draft_s, rest_s, has_prefill, *sizes, lambda: work, lambda: reported)
 
@@ -70,7 +70,7 @@ class Machine:
 
 @dataclass
 class Text:
-    """One sequence: how its drafts fare. `offers` is the chance that a drafter that was asked has anything to say at all.
+    """One sequence: how its drafts fare. `offers` is the chance that a queried drafter drafts anything at all.
 
     `cached` is the chance that a tree is drafted from cached text, without the model. A noise-aware tree knows of each
     token its own chance, any of `odds`. The first `num_prompt` tokens of the context are a prompt that is still to be fed; the
@@ -143,7 +143,7 @@ class Text:
 class Ran:
     """What a run brought. Tokens are expected ones: what was chosen is judged, not its luck.
 
-    `foretold` has the seconds that the policy expected of a step and those that it took, where something was expected.
+    `predicted` has the seconds that the policy expected of a step and those that it took, where something was expected.
     """
 
     num_tokens: float = 0.0

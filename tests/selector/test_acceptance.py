@@ -85,7 +85,7 @@ ALL = menu_for_all(Expansion(4, 1, 0), "traversal")
 
 @pytest.mark.parametrize("has_delayed", [False, True])
 def test_part_of_menu_has_whole_numbers(has_delayed):
-    """With trees of both kinds behind it; what was asked of a part before something was learnt is not what it says after."""
+    """With trees of both kinds behind it; estimates of a part change after something was learnt."""
     tried = [entry for entry in ALL.entries if entry.num_draft_tokens in (3, 8)]
     part = Menu(tuple(one for one in ALL.entries[::2] if has_delayed or one.is_plain or not one.is_delayed))
     places = [ALL.index[entry] for entry in part.entries]
@@ -248,7 +248,7 @@ def estimate_after(estimator: CountedAcceptance, name: str, paths: list[int]) ->
 
 @pytest.mark.parametrize(("usual", "other"), [(0, 4), (4, 0)])
 def test_what_never_came_is_still_possible(usual, other):
-    """5,000 trees of one regime, and then a sequence of the other is told apart in a few."""
+    """After 5,000 trees of one regime, a sequence of the other is recognised in a few."""
     estimator = CountedAcceptance(OF_FOUR_DEEP)
     for number in range(100):
         estimate_after(estimator, f"r{number}", [usual] * 50)

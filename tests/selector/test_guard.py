@@ -1,4 +1,4 @@
-"""A policy that raises costs no request its step: the fixed expansion is drafted, metrics say so, the log says why once."""
+"""A policy that raises costs no request its step: the fixed expansion is drafted, counted, and logged once with its reason."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The network: untrained it counts, deeper and wider never bring less, and what it cannot tell is counted."""
+"""The network: untrained it counts, deeper and wider never bring less, and counting replaces what it cannot predict."""
 
 import logging
 
@@ -169,7 +169,7 @@ def test_oldest_of_many_sequences_are_read():
 
 
 def test_noise_aware_rows_are_not_read():
-    """Eight greedy rows beside a younger one that draws: of their trees the network says nothing."""
+    """Eight greedy rows beside a younger sampled one: the network has no prediction for their trees."""
     menu = menu_for_all(Expansion(4, 1, 0), "traversal")
     names = [f"r{index}" for index in range(9)]
     views = [view(name, temperature=float(name == "r8")) for name in names]

@@ -277,7 +277,7 @@ def beside_an_own_tree(speculation: Speculation, kind: type[AdaptiveExpansion] =
 
 
 class ForgetsOwnTrees(AdaptiveExpansion):
-    """Takes a tree that a request asks for itself to bring no more than plain decoding."""
+    """Takes a tree of a request's own fields to bring no more than plain decoding."""
 
     def _batch(self, views, own):
         self._own_tokens = dict.fromkeys(self._own_tokens, 1.0)

@@ -34,7 +34,7 @@ def by_length(size: PassSize, count: int) -> float:
 
 @dataclass
 class PaperBench:
-    """Passes and drafts that last what scripts say, on a clock that only passes move. `seconds(size, n)` is the n-th time's."""
+    """Passes and drafts with scripted times, on a clock that only passes move. `seconds(size, n)` is the n-th time's."""
 
     seconds: Callable[[PassSize, int], float] = even
     draft_s: Callable[[int, int], float] = calm

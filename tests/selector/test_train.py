@@ -1,4 +1,4 @@
-"""Training and judging: what roots tell is found, held-out prompts stay so, scores count right."""
+"""Training and judging: the features of roots are used, held-out prompts stay so, scores count right."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def aside(trained) -> tuple[Examples, np.ndarray, Examples, np.ndarray]:
 
 @pytest.mark.parametrize("objective", ["tokens", "policy"])
 def test_root_features_are_learnt(objective):
-    """Counting knows the mean alone; the table knows a blurred entropy; the network reads the state that says it all."""
+    """Counting knows the mean alone; the table knows a blurred entropy; the network reads the state, which determines it all."""
     trained = train(EXAMPLES, SECONDS, SelectorTrainingPlan(objective, max_epochs=60, patience=12, rate=3e-3, batch=32))
     held, held_s, rest, rest_s = aside(trained)
     chosen = [*baselines(rest, rest_s, held, held_s), chosen_by("net", trained.net, held, held_s)]

@@ -1,4 +1,4 @@
-"""POST /v1/completions: what is accepted is honoured, what is not is refused by name, a stream says what the whole says."""
+"""POST /v1/completions: supported fields are honoured, others are refused by name, and a stream equals the whole answer."""
 
 import math
 from typing import Any
@@ -370,7 +370,7 @@ async def test_other_values_are_refused_by_field_name():
 
 
 async def test_min_tokens_without_continuing_token_is_refused():
-    """Every token that could come would stop the text before its minimum: no law is left."""
+    """Every token that is possible would stop the completion before its minimum, so no distribution is left."""
     only = {"allowed_token_ids": [4, 9], "min_tokens": 1}
     async with in_process(FakeEngine(eos_token_ids=(9,))) as client:
         refused = await client.post("/v1/completions", json=completion(**only, stop_token_ids=[4]))
@@ -464,7 +464,7 @@ async def test_a_wish_reaches_the_engine(wish, expected):
 
 
 async def test_a_requested_tree_is_bounded():
-    """The bug: one client could ask for 1088 drafted tokens a step and take everybody's step budget."""
+    """The bug: one client could request 1088 drafted tokens a step, which used the step budget of all clients."""
     async with in_process(FakeEngine(), max_tree_tokens=10) as client:
         refused = await client.post("/v1/completions", json=completion(speculative={"trunk": 3, "branches": 2, "depth": 4}))
         fine = await client.post("/v1/completions", json=completion(speculative={"trunk": 2, "branches": 2, "depth": 4}))

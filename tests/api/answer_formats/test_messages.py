@@ -486,7 +486,7 @@ async def test_answers_of_a_plain_tokenizer_end_too():
 
 
 def test_format_needs_running_usage():
-    """The start of a stream reports the tokens of the prompt, so the chat behind it asks for usage in every chunk."""
+    """The start of a stream reports the tokens of the prompt, so the chat behind it requests usage in every chunk."""
     body = ChatRequest.model_validate(chat(stream=True))
     with pytest.raises(KeyError):
         list(MessagesFormat(body.model, 1).chunks(None, {}))  # type: ignore[arg-type]

@@ -260,7 +260,7 @@ async def test_a_wrong_base_url_is_explained(path: str):
 
 
 async def test_other_routes_keep_their_shape():
-    """Only the models are read by clients of both APIs, and a header of one tells them apart."""
+    """Clients of both APIs read only the models; a header of one API distinguishes them."""
     version = {"anthropic-version": "2023-06-01"}
     async with in_process(FakeEngine(), api_keys=KEYS) as client:
         assert "param" in (await client.post("/v1/completions", json=completion(), headers=version)).json()["error"]

@@ -20,7 +20,7 @@ Rank = Callable[[Sequence[float], int, int], list[int]]
 
 
 def _script(request: Request) -> list[int]:
-    """Say the texts in turn; the second prompt gets them in reverse order."""
+    """Emit the texts in turn; the second prompt gets them in reverse order."""
     index = int(request.request_id.rpartition("-")[2])
     return TEXTS[index % 4] if request.prompt_ids == (5,) else TEXTS[::-1][index % 4]
 

@@ -165,7 +165,7 @@ PROMPTS: list[Any] = [PROMPT, PROMPT_IDS, [PROMPT, "hello"], [PROMPT_IDS, byte_l
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"logprobs": 0, "n": 2}, {"prompt_logprobs": 1}, {"stop": "quick"}])
 async def test_a_prompt_is_scored_without_generating(prompt: Any, fields: dict[str, Any]):
-    """`max_tokens` 0 was refused; beside `echo` the answer is the prompt and, where they are asked for, its log-probabilities."""
+    """The bug: `max_tokens` 0 was refused. Beside `echo` the answer is the prompt, with its log-probabilities on request."""
     prompts = prompt if isinstance(prompt[0], (str, list)) and not isinstance(prompt, str) else [prompt]
     body = completion(prompt=prompt, max_tokens=0, echo=True, **fields)
     engine = FakeEngine(says(OUTPUT_IDS))

@@ -20,7 +20,7 @@ ENDPOINTS: list[tuple[str, dict[str, Any]]] = [
 
 
 async def requested_parameters(path: str, body: dict[str, Any], defaults: RequestDefaults = DEFAULTS) -> dict[str, Any]:
-    """Return the parameters that the engine is asked for."""
+    """Return the sampling parameters of the engine's request."""
     engine = FakeEngine(defaults=defaults)
     async with in_process(engine) as client:
         answer = await client.post(path, json=body)

@@ -1,4 +1,4 @@
-"""Predictions and tenants on the wire: what the engine is told, and what usage says came of it."""
+"""Predictions and tenants on the wire: the engine's request, and the tokens that usage counts."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ async def post(client: httpx.AsyncClient, request: tuple[str, Fields], **headers
 
 
 async def submitted(engine: FakeEngine, request: tuple[str, Fields]) -> Request:
-    """Return what the engine is asked for."""
+    """Return the engine's request."""
     async with in_process(engine) as client:
         await post(client, request)
     return engine.requests[-1]

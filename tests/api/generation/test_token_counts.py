@@ -156,7 +156,7 @@ async def test_the_counter_grows_while_requests_run():
     engine = FakeEngine(script=says(IDS), gate=(gate := asyncio.Event()), num_free_events=3)
     async with in_process(engine) as client:
         pending = asyncio.create_task(client.post("/v1/completions", json=completion(max_tokens=5)))
-        while (await counted(client))[0] < 3:  # noqa: ASYNC110 (no event tells)
+        while (await counted(client))[0] < 3:  # noqa: ASYNC110 (no event marks the count)
             await asyncio.sleep(0)
         assert await counted(client) == (3, 0, 0)
         gate.set()

@@ -1,4 +1,4 @@
-"""Steps told in streams, by the real app over a real tiny engine: each once, in chunks that OpenAI's client reads as ever."""
+"""Steps in streams, by the real app over a real tiny engine: each once, in chunks that OpenAI's client reads as before."""
 
 import json
 from collections.abc import AsyncIterator
@@ -120,11 +120,11 @@ async def test_untraced_request_receives_no_trace(client: httpx.AsyncClient, spe
 
 
 async def test_file_trace_is_not_streamed(monkeypatch: pytest.MonkeyPatch, engine: InProcessEngine) -> None:
-    """An engine that traces every request for a file sends the front end what this one did not ask for."""
+    """An engine that traces every request for a file also sends steps of requests without a trace to the front end."""
     monkeypatch.setattr("engine.scheduler.scheduler.Scheduler.traces_all", True, raising=False)
 
     def fail(*_: object) -> None:
-        raise AssertionError("nobody has asked")
+        raise AssertionError("the request has no trace")
 
     monkeypatch.setattr("server.generation.sample.step_trace_of", fail)
     async with in_process(engine) as client:
@@ -141,7 +141,7 @@ async def test_without_a_stream_it_is_refused(stream: bool | None) -> None:
 
 
 async def test_openai_client_reads_traced_streams(engine: InProcessEngine) -> None:
-    """Its loop over chunks sees the same text, and who looks finds the steps."""
+    """The client's loop over chunks reads the same text, and the steps are fields of the chunks."""
     fields: dict[str, Any] = {"model": MODEL, "messages": chat()["messages"], "max_tokens": 12, "seed": 5, "stream": True}
     texts, traces = [], []
     async with over_loopback(engine) as url, openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Grammars are tried one at a time: a key that asks for many holds up another's by one, and fills no queue but its own."""
+"""Grammars are checked one at a time: a key with many grammars delays another key by one, and fills only its own queue."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from server.http.errors import Overloaded
 
 
 class Trials:
-    """Stands for the process that tries grammars: each is good, once the gate is open."""
+    """Replaces the process that checks grammars: each is good, once the gate is open."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Event()

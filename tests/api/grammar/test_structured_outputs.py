@@ -1,4 +1,4 @@
-"""Fields that hold a text to a grammar: what the engine is asked for, what is refused by name, and texts of a real engine."""
+"""Fields that constrain a completion by a grammar: the engine's request, refusals by name, and texts of a real engine."""
 
 import asyncio
 import json
@@ -137,7 +137,7 @@ async def test_grammar_without_end_token_is_refused():
 
 
 async def test_grammar_check_leaves_event_loop_free(monkeypatch: pytest.MonkeyPatch):
-    """Others are answered while one is tried, and what they ask for does not wait."""
+    """Other requests are answered during the check of a grammar."""
     going = threading.Event()
     monkeypatch.setattr(GrammarProcess, "check", lambda *_: going.wait(30))
     async with in_process(fake()) as client:

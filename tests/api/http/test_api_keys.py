@@ -1,4 +1,4 @@
-"""Keys with names and roles: how they are written, what they may ask for, where their names are found; and keys that are none."""
+"""Keys with names and roles: their syntax, the paths that they open, where their names appear; and invalid keys."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ def test_one_secret_with_two_roles_is_refused():
 
 @pytest.mark.parametrize("value", ["", " ", ",", " , ,", "\t"])
 def test_empty_key_setting_prevents_start(value: str, monkeypatch: pytest.MonkeyPatch):
-    """The bug: `LATEBRANCH_API_KEYS=` left the API open, though a key was meant to be asked for."""
+    """The bug: `LATEBRANCH_API_KEYS=` left the API open, though the API was meant to require a key."""
     monkeypatch.setenv("LATEBRANCH_API_KEYS", value)
     with pytest.raises(SettingsError, match="api_keys: Value error, is set, but has no key"):
         load_settings()

@@ -183,7 +183,7 @@ def _limit(max_body_bytes: int, max_unfinished_bytes: int):
 
 
 class _Upload:
-    """A request whose body comes when it is told to."""
+    """A request whose body arrives when the test sends it."""
 
     def __init__(self, limit: BodyLimit) -> None:
         self._pieces: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""Pages of other origins are refused before their bodies are read; names of other sites do not stand for this machine."""
+"""Pages of other origins are refused before their bodies are read; names of other sites are not this machine's."""
 
 import json
 import socket

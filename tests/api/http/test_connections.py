@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of connect
 
 
 def _silent(num_free_events: int) -> FakeEngine:
-    """Return an engine that says so many events and then nothing until it is aborted."""
+    """Return an engine that emits so many events and then nothing until it is aborted."""
     return FakeEngine(gate=asyncio.Event(), num_free_events=num_free_events)
 
 

@@ -1,4 +1,4 @@
-"""/docs shows Swagger UI from this server alone and asks for no key; the schema says which operations do. HEAD answers as GET."""
+"""/docs shows Swagger UI from this server alone, without a key; the schema marks operations with one. HEAD answers as GET."""
 
 import json
 import re
@@ -17,7 +17,7 @@ KEYS = (SecretStr("some-key"),)
 
 @needs_files
 async def test_docs_page_loads_locally_without_key():
-    """The bug: the page loaded its scripts from a CDN, without a policy, and asked for a key that a browser cannot send."""
+    """The bug: the page loaded its scripts from a CDN, without a policy, and required a key that a browser cannot send."""
     async with in_process(FakeEngine(), api_keys=KEYS) as client:
         answers = {path: await client.get(path) for path in sorted(docs.PATHS)}
         policies = {answer.headers["content-security-policy"] for answer in answers.values()}

@@ -1,4 +1,4 @@
-"""docs/api.md tells of every route and of every field of a request."""
+"""docs/api.md describes every route and every field of a request."""
 
 import re
 from pathlib import Path

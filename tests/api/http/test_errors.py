@@ -96,7 +96,7 @@ WORDED = [
 
 @pytest.mark.parametrize(("fields", "param", "message"), WORDED)
 async def test_errors_are_worded_for_people(fields: dict[str, Any], param: str, message: str):
-    """The bug: `stop` with 17 strings was told as "should be a valid string; should have at most 16 items after validation"."""
+    """The bug: the error of 17 `stop` strings was "should be a valid string; should have at most 16 items after validation"."""
     async with in_process(FakeEngine()) as client:
         error = _assert_error(await client.post(URL, json=completion(**fields)), 400)
     assert (error["param"], error["message"]) == (param, message)
@@ -104,7 +104,7 @@ async def test_errors_are_worded_for_people(fields: dict[str, Any], param: str, 
 
 @pytest.mark.parametrize("name", ["str", "int", "", "list[x", "dict[", "function-y", "constrained-str"])
 async def test_an_unknown_field_may_have_any_name(name: str):
-    """The bug: names that pydantic gives to forms of a union were taken for such, and nothing was left to tell: a 500."""
+    """The bug: pydantic's names of the forms of a union were read as field names, so the message was empty: a 500."""
     at_top, inside = completion(**{name: 1}), completion(speculative={name: 1})
     async with in_process(FakeEngine(), strict=True) as client:
         error = _assert_error(await client.post(URL, json=at_top), 400)

@@ -221,7 +221,7 @@ async def test_failed_submission_leaves_nothing_open(monkeypatch: pytest.MonkeyP
 
 
 async def test_load_of_dead_engine_is_zero():
-    """The bug: running, waiting and cache use stayed at what the worker's last step had said, for as long as it was dead."""
+    """The bug: running, waiting and cache use kept the values of the worker's last step for as long as it was dead."""
     engine = FakeEngine()
     async with in_process(engine) as client:
         await client.post("/v1/completions", json=completion())
@@ -238,7 +238,7 @@ async def test_load_of_dead_engine_is_zero():
 
 
 def test_the_phases_of_a_request_add_up():
-    """What the engine says of its queue splits the wait into queue and prefill."""
+    """The engine's report of its queue splits the wait into queue and prefill."""
     now = [0.0]
     metrics = ServerMetrics("m", 100, lambda: FakeEngine().health)
     sample_meter = metrics.requests.meter(1, 9, lambda: now[0]).sample(7)

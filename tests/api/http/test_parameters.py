@@ -1,4 +1,4 @@
-"""docs/parameters.md tells what becomes of each field of a request."""
+"""docs/parameters.md describes the handling of each field of a request."""
 
 from tests.model.parameters.matrix import DOCUMENT, TABLES, table_in
 

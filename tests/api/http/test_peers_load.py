@@ -1,4 +1,4 @@
-"""The HTTP client of the comparison with other engines, against our own server: what it asks, counts and times."""
+"""The HTTP client of the comparison with other engines, against our own server: its requests, counts and times."""
 
 import asyncio
 from dataclasses import replace
@@ -62,7 +62,7 @@ async def test_refused_or_broken_answer_fails_job():
 
 
 async def test_answers_of_another_length_are_not_measured():
-    """An answer that its end token cut short is no answer of equal length, whatever the peer was told."""
+    """An answer that its end token cut short does not have the requested length, whatever the options of the peer."""
     async with over_loopback(FakeEngine(script=lambda _: [5, 6, 7])) as url:
         requested = job(url)
         found = await asyncio.to_thread(run_job, requested)

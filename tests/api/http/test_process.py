@@ -46,9 +46,9 @@ def _wait_ready(port: int) -> None:
 
 
 def _wait_closed(port: int) -> None:
-    """Return once nobody listens any more: the first signal has been heeded, and the next is a second one.
+    """Return once the port is closed: the first signal has been handled, and the next is a second one.
 
-    Who had connected when the port was closed, and not been taken, is cut off: that is not yet a refusal.
+    A client that connected before the port was closed, and was not accepted, is cut off: that is not yet a refusal.
     """
     for _ in range(600):
         try:

@@ -1,4 +1,4 @@
-"""What one key may ask for: a token bucket in given time, requests at once, and what the refused are told."""
+"""The limits of one key: a token bucket in given time, concurrent requests, and the headers of a refusal."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ def _as(key: str) -> dict[str, str]:
 
 
 def _enters(account: Account, now_s: float) -> float | None:
-    """Return None for a request that is let in, else the seconds it is told to wait."""
+    """Return None for a request that is admitted, else the seconds of its Retry-After."""
     try:
         account.enter(now_s)
     except TooManyRequests as refusal:
@@ -46,7 +46,7 @@ def _check_bucket(account_type: type[Account], per_minute: int, pauses_s: list[f
     for first, begin_s in enumerate(times_s):
         for last in range(first, len(times_s)):
             assert last - first + 1 <= per_minute + (times_s[last] - begin_s) * per_minute / 60 + 1e-6
-    # Whoever keeps to the rate is never refused.
+    # A client that keeps to the rate is never refused.
     assert all(_enters(account, now_s + 60 + k * 60.001 / per_minute) is None for k in range(3 * per_minute))
 
 

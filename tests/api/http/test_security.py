@@ -1,4 +1,4 @@
-"""Who is let in, over what, how much of a request is read, and what of it is never written anywhere."""
+"""Keys and certificates, malformed requests, and client data that is never logged."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Over real sockets: clients that neither send nor read are cut off, and nothing of them stays; others wait for nobody."""
+"""Over real sockets: clients that neither send nor read are cut off, leave nothing behind, and do not delay others."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ def request_of(body: object) -> bytes:
 
 
 def talkative() -> FakeEngine:
-    """Return an engine that says more than all buffers between two processes hold."""
+    """Return an engine that emits more than all buffers between two processes hold."""
     return FakeEngine(script=says([5] * 2_000), chunks=(20,), max_model_len=4096)
 
 
@@ -74,7 +74,7 @@ BODY = completion(max_tokens=2_000, stream=True, logprobs=5, return_token_ids=Tr
 @pytest.mark.parametrize("stream", [True, False])
 async def test_client_that_never_reads_is_cut_off(stream: bool) -> None:
     engine = talkative()
-    if stream:  # with something left to say whenever it is cut off
+    if stream:  # events are left whenever it is cut off
         engine.gate, engine.num_free_events = asyncio.Event(), 90
     loop = asyncio.get_running_loop()
     async with serving(engine) as server, httpx.AsyncClient(base_url=url_of(server)) as other:
@@ -87,7 +87,7 @@ async def test_client_that_never_reads_is_cut_off(stream: bool) -> None:
         client.close()
         samples = await sample(other)
         assert samples['latebranch_clients_cut_off_total{at="reading"}'] == 1
-        assert bool(engine.aborted) == stream, "a whole answer was all said"
+        assert bool(engine.aborted) == stream, "a whole answer was complete"
         assert (await other.post("/v1/completions", json=completion())).status_code == 200
 
 
@@ -146,7 +146,9 @@ async def test_client_with_incomplete_request_is_cut_off(sent: str, caplog: pyte
             assert await loop.sock_recv(client, 1) == b""
         client.close()
         samples = await sample(other)
-        assert samples['latebranch_clients_cut_off_total{at="sending"}'] == bool(HALVES[sent]), "who has said nothing is no loss"
+        assert samples['latebranch_clients_cut_off_total{at="sending"}'] == bool(HALVES[sent]), (
+            "a client that sent nothing is not counted"
+        )
         assert ("cut off" in caplog.text) == bool(HALVES[sent])
         assert not any('status="5xx"' in name for name in samples)
         await until(lambda: len(server.server_state.connections) == 1)

@@ -1,4 +1,4 @@
-"""Requests that are late end with an error that says so, and leave the engine."""
+"""Requests that are late end with an error that names the limit, and leave the engine."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ ROUTES = {
 
 
 def stuck_after(num_events: int) -> FakeEngine:
-    """Return an engine that says so many events of each request and then nothing."""
+    """Return an engine that emits so many events of each request and then nothing."""
     return FakeEngine(gate=asyncio.Event(), num_free_events=num_events, vocab_size=500)
 
 

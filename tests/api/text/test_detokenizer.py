@@ -86,7 +86,7 @@ def test_special_tokens_are_spelled_like_transformers(ids: list[int]):
 
 
 class _SpellsBesideTheText(Detokenizer):
-    """Special tokens are spelled out, but what follows does not know that it stands behind them."""
+    """Special tokens are spelled out, but the text after them is decoded without them as context."""
 
     def push(self, token_id: int) -> str:
         return SPECIAL[token_id] if token_id < len(SPECIAL) else super().push(token_id)

@@ -137,7 +137,7 @@ def _held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[str]]:
 
 
 async def _order_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the texts of two keys in the order in which they are encoded; one of them asks for many, and first."""
+    """Return the texts of two keys in the order in which they are encoded; one key sends many, and first."""
     queued, run = list[str](), TokenizerThread.run
 
     def watched(thread: TokenizerThread, num_bytes: int, work: Any, key: str) -> Any:
@@ -167,7 +167,7 @@ async def test_keys_are_encoded_by_turns(monkeypatch: pytest.MonkeyPatch):
     """The bug: a text waited for all texts before it, so that one key with many kept everybody's waiting."""
     texts = await _order_of_texts(monkeypatch)
     assert texts.index("o") <= 2
-    assert texts.index("p") <= 5, "asked for while the next one's turn has begun"
+    assert texts.index("p") <= 5, "submitted while the next one's turn has begun"
     assert sorted(texts) == sorted(["o", "p", *(f"{letter}{number}" for letter in "mn" for number in range(4))])
     monkeypatch.setattr("server.text.tokenizer_thread.FairLock", FirstCome)
     assert (await _order_of_texts(monkeypatch)).index("o") == 4

@@ -59,7 +59,7 @@ class _KeepsNothing(StopFinder):
 
 
 class _KeepsWhatFollows(StopFinder):
-    """Lets the rest of the piece out too: what a stream says depends on how it was cut."""
+    """Lets the rest of the piece out too: the text of a stream depends on how it was cut."""
 
     def feed(self, text: str, may_end: bool = True) -> str:
         before = super().feed(text, may_end)

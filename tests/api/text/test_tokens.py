@@ -1,4 +1,4 @@
-"""POST /tokenize, POST /detokenize, GET /tokenizer_info: they say of the tokenizer what the generation endpoints do with it."""
+"""POST /tokenize, POST /detokenize, GET /tokenizer_info: they use the tokenizer as the generation endpoints do."""
 
 from typing import Any
 
@@ -109,7 +109,7 @@ async def test_unknown_model_is_404_missing_is_default():
 
 
 class _LooksForTheText(TextCodec):
-    """The mutant: the prompt ends behind the last place where the last message's words stand, whoever wrote them."""
+    """The mutant: the prompt ends behind the last occurrence of the last message's words, in any message."""
 
     def _rendered(self, conversation: list[dict[str, Any]], form: ChatForm, tools: list[dict[str, Any]]) -> str:
         text = self._from_template(conversation, tools, False, {})

@@ -109,7 +109,7 @@ async def test_single_call_without_parallel_calls():
 
 
 async def test_strict_functions_constrain_only_their_calls():
-    """The token that opens a call is made likely, since a random model would not say it."""
+    """The token that opens a call is made likely, since a random model would not emit it."""
     async with _served(False) as client:
         choice = await _choice(client, tools=STRICT, seed=1, max_tokens=60, logit_bias={str(CALL_TOKEN): 8})
     assert _check_calls(choice)

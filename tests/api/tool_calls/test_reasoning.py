@@ -24,7 +24,7 @@ CALL = written("time", "{}")
 
 
 def _engine(text: str = TEXT, special: bool | None = False, **fields: Any) -> FakeEngine:
-    """Return an engine that says the text and ends."""
+    """Return an engine that emits the text and ends."""
     ids = thinking("qwen3", special).encode(text + "<|end|>")
     fields = {"chunks": (1, 4, 2), "max_model_len": 1500, "vocab_size": 410, "eos_token_ids": (ids[-1],), **fields}
     return FakeEngine(script=says(ids), **fields)
@@ -137,7 +137,7 @@ async def test_log_probabilities_and_ids_have_every_token():
 
 
 async def test_reasoning_left_out_or_left_in():
-    """vLLM's switch and SGLang's. Neither changes what the engine is asked for."""
+    """vLLM's switch and SGLang's. Neither changes the engine's request."""
     engine = _engine()
     expected: list[tuple[dict[str, Any], tuple[str | None, str]]] = [
         ({"include_reasoning": False}, (None, CONTENT)),

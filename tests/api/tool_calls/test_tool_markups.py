@@ -385,7 +385,7 @@ async def test_second_turns_are_accepted():
 
 @pytest.mark.parametrize("markup", MARKUPS)
 async def test_the_setting_names_each_markup(markup: str, monkeypatch: pytest.MonkeyPatch):
-    """A template that shows no calls tells no markup."""
+    """A template without calls has no markup for them."""
     tokenizer = tokenizer_of(markup)
     monkeypatch.setattr(tokenizer, "chat_template", template(markup).replace("m.tool_calls %}", "false %}"))
     ids = tokenizer.encode(rendered_calls(markup, CALLS) + "<|end|>")

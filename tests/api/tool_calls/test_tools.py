@@ -31,7 +31,7 @@ CALLS = [*(("weather", arguments) for arguments in ARGUMENTS), ("time", "{}")]
 
 
 def _engine(text: str = TEXT, special: bool | None = None, **fields: Any) -> FakeEngine:
-    """Return an engine that says the text and ends."""
+    """Return an engine that emits the text and ends."""
     ids = calling(special).encode(text + "<|end|>")
     fields = {"chunks": (1, 4, 2), "max_model_len": 1500, "eos_token_ids": (ids[-1],), **fields}
     return FakeEngine(script=says(ids), **fields)
@@ -313,7 +313,7 @@ async def test_parser_setting_selects_call_syntax(monkeypatch: pytest.MonkeyPatc
         response = await client.post(URL, json=chat(tools=TOOLS))
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
     assert "tool_call_parser" in response.json()["error"]["message"]
-    # a template that shows tools, and no calls, tells no syntax
+    # a template that shows tools, and no calls, has no syntax of calls
     monkeypatch.setattr(calling(), "chat_template", "{{ tools | tojson if tools }}" + CHAT_TEMPLATE)
     for parser, status in [("auto", 400), ("hermes", 200)]:
         async with in_process(_engine(), tokenizer=calling(), tool_call_parser=parser) as client:

@@ -1,4 +1,4 @@
-"""Editors: what aider and Continue send, replayed as they sent it to a recording server. What is asked is shortened."""
+"""Editors: requests of aider and Continue, replayed as a recording server received them, with shorter prompts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The comparison with other engines, without them: who takes part, what is loaded at a time, rounds and blocks, the tables."""
+"""The comparison with other engines, without them: contenders, what is loaded at a time, rounds and blocks, the tables."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""The replay of what roots tell: ways that know it are ahead where there is something to know, and none is where there is not."""
+"""The replay of roots: ways that use their features are ahead where features are informative, and only there."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ NUM_TEXTS, NUM_ROOTS = 30, 20
 
 
 def paper_roots(informativeness: float) -> Known:
-    """Return roots with two trees of one and eight nodes; a scalar tells by how much they are accepted, or says nothing."""
+    """Return roots with two trees of one and eight nodes; a scalar predicts their acceptance, or nothing."""
     rng = np.random.default_rng(3)
     count = NUM_TEXTS * NUM_ROOTS
     acceptance = rng.choice([0.05, 0.9], count)

@@ -101,7 +101,7 @@ def test_joined_modules_have_unique_names() -> None:
 
 
 def test_no_token_breaks_out_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model says is data: it opens no element and ends none."""
+    """A model's text is data: it opens no element and ends none."""
     evil = "</script><script>alert(1)</script>"
     page = page_of(shown_steps(RECORDS, None), lambda _: TokenText(evil, evil.encode()), "<title>")
     assert "alert(1)</script>" not in page

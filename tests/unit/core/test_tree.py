@@ -1,4 +1,4 @@
-"""Shape laws of expansions and token trees."""
+"""Shape properties of expansions and token trees."""
 
 from dataclasses import replace
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""The index of texts by context: it tells what a look at every place tells."""
+"""The index of texts by context: its matches are those of an exhaustive search."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -94,7 +94,7 @@ def test_learning_kills_self_predicting_and_growing_counts(monkeypatch):
 
 
 def learning(counts_of: Callable[[Any, int], dict[int, int]]) -> Callable[..., Match | None]:
-    """Return a way to learn that tells these counts of the last fork."""
+    """Return a way to learn that returns these counts of the last fork."""
 
     def learn(tree: ContextTree, token_id: int, least: int) -> Match | None:
         node = tree._add(token_id)

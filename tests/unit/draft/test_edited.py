@@ -1,4 +1,4 @@
-"""Which edits of logits may take the place of a foretold token."""
+"""Edits of logits that may replace a predicted token."""
 
 import pytest
 

@@ -10,7 +10,7 @@ from engine import native
 from engine.draft.trees.calibration import Reliability
 from engine.native.library import NUM_SHARES
 
-RIGHT = {False: 1.2, True: 0.5}  # times as often as their chances say: a model's tokens, and cached ones
+RIGHT = {False: 1.2, True: 0.5}  # times as often as their chances predict: a model's tokens, and cached ones
 
 
 def taught(kind: type[Reliability] = Reliability) -> Reliability:

@@ -44,7 +44,7 @@ class Sure(TextCache):
 
 
 class Listening(FixedExpansion):
-    """A fixed policy that remembers what it was told."""
+    """A fixed policy that remembers the feedback that it observed."""
 
     def __init__(self, node_cost: float = 0.0) -> None:
         super().__init__(TREE)
@@ -134,7 +134,7 @@ def test_chain_replaces_tree_that_ends_earlier(nodes, expected):
     "speculation", [{"expansion": Expansion(3, 1, 0)}, {"is_enabled": False}, {"max_nodes": 5}], ids=lambda one: next(iter(one))
 )
 def test_requested_tree_is_not_replaced_by_chain(speculation):
-    """The scheduler runs the request's own tree: were it taken for a chain, the policy would never hear of it."""
+    """The scheduler runs the request's own tree: were it taken for a chain, the policy would never observe it."""
     inner = Listening()
     policy = LongChainPolicy(inner, Sure({"own": 16}))
     choice = policy.choose([view("own", **speculation)])
@@ -179,7 +179,7 @@ def test_policy_does_not_observe_chain_outcomes():
 
 
 class CountingRuns(Sure):
-    """A cache that counts how often it is asked for a run."""
+    """A cache that counts the queries for a run."""
 
     num_reads = 0
 
@@ -218,7 +218,7 @@ class Holds(FixedExpansion):
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
 @pytest.mark.parametrize("is_read", [False, True])
 def test_unrepetitive_text_is_rarely_searched(tree, is_read):
-    """Text that nobody asks about is followed in every eighth step, and looked at then."""
+    """Text without queries is followed in every eighth step, and searched then."""
     looked = looks(Holds(1000, tree), [7] * 40, is_read)
     assert looked == [1, *[0] * 39] if is_read else [step for step, one in enumerate(looked) if one] == [0, 8, 16, 24, 32]
     assert looks(Holds(1000, tree), [7, 7, 8], is_read) == [1, 0, 1], "others run than before"
@@ -239,7 +239,7 @@ def first_chain(
 ) -> int:
     """Return the first step that runs on a text which repeats itself, of which so many tokens are new.
 
-    Whoever `is_told` what cached text says drafts from it.
+    With `is_read` each step also reads the distribution of cached text, as a drafter does.
     """
     prompt = tuple(range(100, 100 + num_known))
     texts, history = TextCache(), [*prompt]

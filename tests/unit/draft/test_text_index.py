@@ -1,4 +1,4 @@
-"""Texts on their way into trees: a bounded part at a time, of use at once, each text once for all who have it."""
+"""Texts on their way into trees: a bounded part at a time, of use at once, each text once for all its requests."""
 
 import gc
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a request may draft from: its own text, its prediction, its tenant's outputs; how laws are mixed and trusted."""
+"""The sources of a request's drafts: its own text, its prediction, its tenant's outputs; how they are mixed and trusted."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +40,7 @@ def row_of(request_id: str, history: Sequence[int]) -> Row:
 def distribution(
     cache: TextCache, history: Sequence[int], path: Sequence[int] = (), request_id: str = "r"
 ) -> CachedDistribution | None:
-    """Return the law after a step in which the history was committed."""
+    """Return the distribution after a step in which the history was committed."""
     cache.advance([request_id])
     return cache.distributions_after([(row_of(request_id, history), path)])[0]
 
@@ -53,7 +53,7 @@ def begun(cache: TextCache, prompt: Sequence[int] = PROMPT, request_id: str = "r
 
 
 def known(cache: TextCache, *args: Any, **kwargs: Any) -> CachedDistribution:
-    """Return the law that there must be."""
+    """Return the distribution, which must exist."""
     found = distribution(cache, *args, **kwargs)
     assert found is not None
     return found
@@ -108,7 +108,7 @@ def test_prediction_is_used_and_found_again():
 
 
 def test_correct_prediction_is_drafted_in_long_runs():
-    """What was right so far is believed: the longer the match, the longer the run, up to what is asked for."""
+    """The longer the match, the longer the run, up to the requested length."""
     cache = TextCache()
     history = begun(cache, prediction_ids=tuple(range(100, 180)))
     runs = []
@@ -123,7 +123,7 @@ def test_correct_prediction_is_drafted_in_long_runs():
 
 
 def sureness(**sampling) -> tuple[bool, int]:
-    """Return whether the token after two that were foretold is sure, and how long a run goes on, under these parameters."""
+    """Return whether the token after two predicted ones is sure, and how long a run goes on, under these parameters."""
     cache, params = TextCache(), SamplingParams(**sampling)
     history = begun(cache, range(60, 110), prediction_ids=(20, 21, 22, *range(30, 60)), sampling=params)
     history += [20, 21]
@@ -134,7 +134,7 @@ def sureness(**sampling) -> tuple[bool, int]:
 
 
 def test_forbidden_or_penalised_tokens_are_not_sure():
-    """Text was called sure before the request's own edits: no model was asked, and what was forbidden ended the tree."""
+    """The bug: text was sure before the request's own edits, so no model was queried, and a forbidden token ended the tree."""
     assert sureness() == sureness(logit_bias=((9, -100.0),)) == sureness(min_tokens=9, stop_token_ids=(9,)) == (True, 8)
     assert sureness(logit_bias=((22, -100.0),)) == sureness(repetition_penalty=1.1) == (False, 0)
     assert sureness(allowed_token_ids=tuple(range(20, 32))) == (True, 3)
@@ -172,7 +172,7 @@ def test_shared_texts_are_indexed_in_steps(monkeypatch):
 
 
 def num_indexed(cache: TextCache) -> int:
-    """Return how many tokens lie in all trees, the output's aside."""
+    """Return how many tokens are stored in all trees, the output's aside."""
     texts_of = [index.tree._text for index in indexes_of(cache)]
     return sum(len(text) - (1 if text[1:2] == [0] else 1 + 32) for text in texts_of if text)
 
@@ -270,7 +270,7 @@ def test_confidence_converges_per_source_and_match():
 
 
 def test_agreement_is_learnt_before_token_is_added():
-    """A text that never repeats teaches nothing; were tokens added first, each would foretell itself."""
+    """A text that never repeats teaches nothing; were tokens added first, each would predict itself."""
     cache = TextCache(min_tokens=1)
     history = begun(cache)
     history += range(10, 60)
@@ -279,7 +279,7 @@ def test_agreement_is_learnt_before_token_is_added():
 
 
 def rates_of_a_text(is_read: bool) -> dict[Any, Any]:
-    """Return what a text that repeats itself has taught; `is_asked` has somebody ask for its law and its runs in each step."""
+    """Return what a text that repeats itself has taught; with `is_read` its distribution and runs are queried in each step."""
     cache = TextCache(min_tokens=1)
     history = begun(cache)
     for token_id in (8, 9, 5, 6, 7, 8, 9, 9, 5, 6, 7, 7, 8, 9, 5):
@@ -310,7 +310,7 @@ def steps_that_follow(is_read: bool) -> list[int]:
 
 def test_unused_text_is_followed_in_batches():
     assert steps_that_follow(is_read=True) == [1] * 13
-    assert steps_that_follow(is_read=False) == [1, 8]  # who begins may draft at once
+    assert steps_that_follow(is_read=False) == [1, 8]  # a request that begins may draft at once
 
 
 def test_run_length_updates_as_text_is_followed():
@@ -332,7 +332,7 @@ def test_learning_does_not_depend_on_reads():
 
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=8)
-Steps = Sequence[tuple[Sequence[int], bool]]  # tokens committed in each, and whether somebody asks what follows them
+Steps = Sequence[tuple[Sequence[int], bool]]  # tokens committed in each, and whether the cache is queried after them
 
 
 @given(tokens, st.lists(st.tuples(tokens, st.booleans()), max_size=12), st.integers(1, 3))
@@ -341,7 +341,7 @@ def test_learnt_rates_equal_exhaustive_search(prompt, steps, least):
 
 
 def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
-    """However many tokens come together and whoever asks between them."""
+    """Tokens may be committed in any groups, with queries between them."""
     cache, expected = TextCache(least), Agreement()
     history = begun(cache, prompt)
     cache.advance(["r"])

@@ -62,7 +62,7 @@ def test_compose_mounts_exist_and_volumes_are_declared():
 
 
 def test_compose_publishes_to_this_machine_only():
-    """The server asks for no key by default, so the outside must be somebody's decision."""
+    """The server requires no key by default, so a port open to other machines must be an explicit decision."""
     ports = [port for service in _compose()["services"].values() for port in service["ports"]]
     assert ports
     assert all(port.startswith("127.0.0.1:") for port in ports)
@@ -175,7 +175,7 @@ def test_pins_are_exact_without_local_builds():
 
 
 def test_compose_has_no_default_keys():
-    """The bug: the server of the compose file asked for no key, and Grafana's admin had the password `admin`."""
+    """The bug: the server of the compose file required no key, and Grafana's admin had the password `admin`."""
     services = _compose()["services"]
     for service, name in (("server", "LATEBRANCH_API_KEYS"), ("grafana", "GF_SECURITY_ADMIN_PASSWORD")):
         value = services[service]["environment"][name]

@@ -1,4 +1,4 @@
-"""docs/features.md names tests that there are, and a test for whatever it says is here."""
+"""The tests that docs/features.md names exist, and each supported feature names one."""
 
 import re
 from pathlib import Path

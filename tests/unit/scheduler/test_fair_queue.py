@@ -1,4 +1,4 @@
-"""Keys take turns by the tokens that they are served, whatever each of them asks for; a key's own requests keep their order."""
+"""Keys take turns by the tokens that they are served, whatever each of them requests; a key's own requests keep their order."""
 
 from itertools import combinations
 
@@ -28,7 +28,7 @@ class Fifo(FairQueue):
 
 
 class ChargesNoKey(FairQueue):
-    """The mutant: whoever came first is always next."""
+    """The mutant: the oldest request is always next."""
 
     def pop(self):
         counts = {key: group.num_served for key, group in self._groups.items()}
@@ -108,7 +108,7 @@ def test_mutants_are_noticed(mutant: type[FairQueue]) -> None:
 
 
 def test_many_requests_do_not_starve_other_key() -> None:
-    """With one place in the engine, a newcomer of another key runs next."""
+    """With one place in the engine, a new request of another key runs next."""
     scheduler = Scheduler(SchedulerConfig(max_running=1), Feeding.TARGET_CACHE)
     for number in range(1000):
         scheduler.add(_short(f"a{number}", "a"))

@@ -92,7 +92,7 @@ def test_engine_work_is_independent_of_queue_length(act):
 
 
 class Front:
-    """A ledger with so many requests, the first of which have begun."""
+    """A request table with so many requests, the first of which have begun."""
 
     def __init__(self, num_requests: int) -> None:
         self.request_table = RequestTable(LIMITS, lambda request_id: None)

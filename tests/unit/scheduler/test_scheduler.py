@@ -297,7 +297,7 @@ def test_preempted_sequence_resumes_before_younger_ones():
 
 
 def test_priority_limits_how_many_requests_pass():
-    """However urgent the others are, and however many: nobody waits for ever."""
+    """A request runs in bounded time, however urgent and many the others are."""
     scheduler = Scheduler(SchedulerConfig(max_running=1), Feeding.OWN_CACHE)
     for number in range(100):
         priority = {0: 0, 10: 7, 20: -1000}.get(number, -5)

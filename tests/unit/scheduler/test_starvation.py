@@ -1,8 +1,7 @@
-"""However many come after it, and whatever slots are taken from it: a request ends within the tokens of those before it.
+"""A request ends within the tokens of earlier ones, however many come after it, and whatever slots are taken from it.
 
-The oldest that runs is fed a token at least in each step and never preempted for others; who is preempted runs again before those
-who have never run. So nobody lives for more steps than there are tokens, in prompts and answers, of those who came before and its
-own.
+The oldest running request is fed at least a token in each step and is never preempted for others. A preempted request runs
+before new ones. So a request ends within as many steps as there are tokens, in prompts and answers, of it and of earlier ones.
 """
 
 import random

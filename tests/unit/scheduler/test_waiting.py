@@ -68,4 +68,4 @@ def test_work_does_not_grow_with_the_queue(kind, monkeypatch):
         queue.remove(one)
         assert queue.first is not one
     assert comparisons < 3_000 * 40
-    assert len(queue._heap) < 100, "those who left are held no more"
+    assert len(queue._heap) < 100, "removed sequences are freed"

@@ -1,4 +1,4 @@
-"""Keys have turns one after the other; whoever is cancelled keeps nobody waiting."""
+"""Keys have turns one after the other; a cancelled waiter does not delay the others."""
 
 import asyncio
 from collections import deque
@@ -35,7 +35,7 @@ class ForgetsTheCancelled(FairLock):
 
 
 class CallsCancelledWaiter(FairLock):
-    """The mutant: a turn is given to whoever is first, though it has been cancelled and does not know it yet."""
+    """The mutant: a turn is given to the first waiter, though it has been cancelled and has not run since."""
 
     def _pass_on(self):
         self._is_taken = bool(self._waiting)
@@ -48,7 +48,7 @@ class CallsCancelledWaiter(FairLock):
 
 
 async def order_of(turns: FairLock, requested: list[str]) -> list[str]:
-    """Return the keys in the order of their turns when all ask during somebody's turn."""
+    """Return the keys in the order of their turns when all wait during another turn."""
     had: list[str] = []
 
     async def take(key: str) -> None:

@@ -189,7 +189,7 @@ def test_shipped_head_is_the_default_drafter() -> None:
     assert (named.drafter, named.head, named.cached_text) == ("ngram", None, False)
     plain = load_settings(overrides={"policy": "plain"}).to_engine_config()
     assert (plain.drafter, plain.head, plain.cached_text) == ("ngram", None, False)
-    assert (config.stand_in, named.stand_in) == ("ngram", None), "only what nobody named may be replaced"
+    assert (config.stand_in, named.stand_in) == ("ngram", None), "only a default drafter may be replaced"
 
 
 def test_shipped_network_requires_shipped_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

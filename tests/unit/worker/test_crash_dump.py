@@ -1,4 +1,4 @@
-"""A death leaves one private file, which tells parameters and no texts unless asked to."""
+"""A death leaves one private file, which has parameters, and texts only on request."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""A full queue is shared by keys, and by whole answers: whose place goes to whom, and that none goes for nothing."""
+"""A full queue is shared by keys, and by whole answers: which answers yield their places, and that none does in vain."""
 
 import asyncio
 from collections import Counter
@@ -43,7 +43,7 @@ class PlacesOnlyTable(RequestTable):
 
 
 class SilentTable(RequestTable):
-    """The mutant: the engine goes on with who was displaced."""
+    """The mutant: the engine goes on with displaced requests."""
 
     def _displace(self, answers) -> None:
         for entry in self._live.values():
@@ -72,9 +72,9 @@ class PiecemealTable(RequestTable):
 def fill(
     kind: type[RequestTable], limits: SchedulerConfig, answers: Iterable[Answer], begun: Iterable[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Ask for answers; return each request's fate (waits, displaced, busy) and the aborts.
+    """Submit answers; return each request's fate (waits, displaced, busy) and the aborts.
 
-    The engine says a token to those in `begun`, as soon as they come, and nothing else.
+    The engine returns one token of each request in `begun`, as soon as it is submitted, and nothing else.
     """
 
     async def scenario() -> tuple[dict[str, str], list[str]]:
@@ -133,7 +133,7 @@ def check_tokens_are_bounded(kind: type[RequestTable]) -> None:
     fates, _ = fill(kind, limits, each(*(of_key("a", number, 20) for number in range(5)), of_key("a", 5, 10)))
     assert list(fates.values()) == ["waits", "waits", "waits", "busy", "busy", "waits"]
     fates, _ = fill(kind, limits, each(of_key("a", 0), of_key("a", 1, 1000), of_key("a", 2)))
-    assert list(fates.values()) == ["waits", "waits", "busy"], "who waits alone may be of any length"
+    assert list(fates.values()) == ["waits", "waits", "busy"], "a request that waits alone may be of any length"
     fates, _ = fill(kind, limits, [choices("a", 0, 3, 1000), *each(of_key("a", 1))])
     assert list(fates.values()) == ["waits"] * 3 + ["busy"], "also with siblings"
     sent = [of_key("a", 0), *(of_key("a", number, 20) for number in (1, 2)), of_key("b", 0, 5), of_key("b", 1, 10)]
@@ -180,7 +180,7 @@ def check_choices_go_together(kind: type[RequestTable]) -> None:
     fates, aborted = fill(kind, limits, requested)
     assert of(fates, "displaced") == aborted == ["a4-0", "a4-1", "a4-2"]
     fates, aborted = fill(kind, limits, [choices("a", 3, 10), *each(of_key("b", 0))], begun=["a3-0", "a3-1"])
-    assert of(fates, "displaced") == aborted == [f"a3-{index}" for index in range(10)], "nobody would read those that run"
+    assert of(fates, "displaced") == aborted == [f"a3-{index}" for index in range(10)], "the running choices would have no reader"
 
 
 def test_the_choices_of_an_answer_go_together() -> None:
@@ -202,7 +202,7 @@ def check_what_has_begun_stays(kind: type[RequestTable]) -> None:
     assert of(fates, "displaced") == [f"a1-{index}" for index in range(5)]
     requested = [choices("a", 0, 7), *each(*(of_key("c", number) for number in range(2))), *each(of_key("b", 0))]
     fates, _ = fill(kind, limits, requested, begun=["a0-0"])
-    assert of(fates, "displaced") == ["c1"], "of a key that has less, but of whom nothing was told"
+    assert of(fates, "displaced") == ["c1"], "of a key that has less, but without output so far"
     fates, _ = fill(kind, limits, [choices("a", 0, 9), *each(of_key("b", 0))], begun=["a0-0"])
     assert len(of(fates, "displaced")) == 9, "no key is locked out"
 

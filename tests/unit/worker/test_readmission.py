@@ -1,4 +1,4 @@
-"""Whatever kills workers is found and ended, the others go on; and bad luck alone ends nobody."""
+"""A request that kills workers is found and ended, the others go on; random deaths end no request."""
 
 import asyncio
 from collections.abc import Callable
@@ -112,7 +112,7 @@ def test_poison_is_found_and_others_complete(num: int, poisons: dict[str, int], 
 
 
 class Trusting(Recovery):
-    """The mutant: nobody is suspected."""
+    """The mutant: no request is quarantined."""
 
     def on_ready(self) -> None:
         for entry in self._request_table.entries:
@@ -152,7 +152,7 @@ def test_mutants_are_noticed(mutant: type[Recovery]) -> None:
 
 
 async def test_random_deaths_fail_no_request() -> None:
-    """Each worker is killed after its second step, again and again: every token that gets out acquits."""
+    """Each worker is killed after its second step, again and again: every delivered token clears its request."""
     house = House({})
     streams = [house.submit(str(n)) for n in range(8)]
     while len(house.request_table):

@@ -1,4 +1,4 @@
-"""The desk hears each end once, and finds out an engine that forgets one."""
+"""The engine loop reports each end once, and detects an engine that forgets one."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.counting_engine import MAX_MODEL_LEN, CountingEngine, Trick, counting
 
 
 class CredulousLoop(EngineLoop):
-    """The mutant: passes on whatever the engine says."""
+    """The mutant: passes on every event of the engine."""
 
     def step(self) -> StepResult | None:
         output = self._engine.step()

@@ -21,11 +21,11 @@ operations = st.lists(
 
 
 def no_abort(_request_id: str) -> None:
-    """Stand for an engine that takes aborts and says nothing."""
+    """Replace an engine that accepts aborts and never reports them."""
 
 
 class ForgetfulTable(RequestTable):
-    """The mutant: at a death, answers only those who have had a token."""
+    """The mutant: at a death, fails only requests that have had a token."""
 
     def fail_all(self, code: ErrorCode, error: str) -> None:
         for entry in list(self._live.values()):
@@ -34,7 +34,7 @@ class ForgetfulTable(RequestTable):
 
 
 class DoubtfulTable(RequestTable):
-    """The mutant: a request that ended can be heard of again."""
+    """The mutant: a request that ended may have more events."""
 
     def _put(self, entry, event) -> None:
         super()._put(entry, event)
@@ -48,7 +48,7 @@ def opened(request_table: RequestTable, request: Request) -> TokenEventStream:
 
 
 async def play(request_table: RequestTable, steps: list[tuple[str, str]]) -> list[TokenEventStream]:
-    """Do the steps and end all; return the streams that nobody closed."""
+    """Do the steps and end all; return the streams that were not closed."""
     streams: list[TokenEventStream] = []
     latest: dict[str, TokenEventStream] = {}
     for verb, request_id in steps:
