@@ -268,7 +268,7 @@ def test_bench_mistakes_are_reported_before_loading(
 
 
 @pytest.mark.parametrize("refusal", [BadConfiguration, UnsupportedModel, RequestRefused])
-def test_what_the_engine_refuses_is_one_line(
+def test_engine_refusal_is_one_line(
     refusal: type[ValueError], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object) -> int:

@@ -85,7 +85,7 @@ def test_each_step_has_a_tree(answered: Page) -> None:
     assert largest > 5
 
 
-def test_it_is_walked_by_keyboard(answered: Page) -> None:
+def test_page_works_by_keyboard(answered: Page) -> None:
     scrubber = answered.get_by_role("slider", name="Step")
     scrubber.focus()
     scrubber.press("End")
@@ -116,9 +116,7 @@ def serious(page: Page, axe: str) -> list[Any]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_it_can_be_read_by_all(
-    answered: Page, axe: str, scheme: Any, width: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_page_is_accessible(answered: Page, axe: str, scheme: Any, width: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No serious finding of axe, colours that follow the system's, and no sideways scrolling of the page."""
     answered.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     answered.set_viewport_size({"width": width, "height": 844})

@@ -158,7 +158,7 @@ def test_allowed_requests_are_answered_per_schema(url: str, document: Any, path:
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_what_the_schema_forbids_is_refused(url: str, document: Any, path: str, conformance_examples: int) -> None:
+def test_forbidden_requests_are_refused_per_schema(url: str, document: Any, path: str, conformance_examples: int) -> None:
     statuses = check(url, document, path, "POST", GenerationMode.NEGATIVE, conformance_examples)
     assert set(statuses) <= {400, 404, TOO_LARGE}
 
@@ -184,7 +184,7 @@ def test_every_error_is_declared(document: Any) -> None:
             assert path in ("/live", "/health") or "401" in operation["responses"], (method, path)
 
 
-def test_an_undeclared_status_is_noticed(url: str, document: Any) -> None:
+def test_an_undeclared_status_is_detected(url: str, document: Any) -> None:
     spoilt = json.loads(json.dumps(document))
     for status in ("400", "default"):
         spoilt["paths"]["/detokenize"]["post"]["responses"].pop(status)
@@ -193,7 +193,7 @@ def test_an_undeclared_status_is_noticed(url: str, document: Any) -> None:
     assert isinstance(caught.value.exceptions[0], UndefinedStatusCode)
 
 
-def test_an_answer_of_another_shape_is_noticed(url: str, document: Any) -> None:
+def test_an_answer_of_another_shape_is_detected(url: str, document: Any) -> None:
     spoilt = json.loads(json.dumps(document))
     spoilt["components"]["schemas"]["DetokenizeAnswer"]["properties"]["prompt"] = {"type": "integer"}
     with pytest.raises(FailureGroup) as caught:

@@ -202,7 +202,7 @@ _LOGPROBS_OF, _LOGPROBS, _CHUNKS = judge.logprobs_of, completion._logprobs, comp
         ("server.answer_formats.completion.CompletionFormat.chunks", last_piece_forgotten),
     ],
 )
-def test_one_request_kills(where: str, mutant: Any, monkeypatch: pytest.MonkeyPatch):
+def test_single_request_kills_mutants(where: str, mutant: Any, monkeypatch: pytest.MonkeyPatch):
     with client() as http:
         check_one(http, "/v1/completions", BODY)
         monkeypatch.setattr(where, mutant)

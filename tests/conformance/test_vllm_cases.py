@@ -195,13 +195,13 @@ def test_stop_strings_end_a_text(client: openai.OpenAI) -> None:
         *({"stop_token_ids": ["x"]}, {"logit_bias": {"x": 1}}, {"logit_bias": {"1": 1000}}, {"truncate_prompt_tokens": -2}),
     ],
 )
-def test_what_is_no_request_is_400(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+def test_invalid_request_is_400(client: openai.OpenAI, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         completed(client, **fields)
     assert str(caught.value.param).startswith(next(iter(fields))), "the field is named"
 
 
-def test_what_does_not_fit_is_400(client: openai.OpenAI) -> None:
+def test_oversized_request_is_400(client: openai.OpenAI) -> None:
     for fields in ({"max_tokens": 5000}, {"prompt": [40] * 5000}):
         with pytest.raises(openai.BadRequestError) as caught:
             completed(client, **fields)

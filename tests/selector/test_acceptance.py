@@ -74,7 +74,7 @@ def test_new_sequence_begins_as_its_kind():
     assert np.array_equal(rows, np.concatenate([estimator.estimate([view]).tokens for view in views]))
 
 
-def test_id_that_begins_anew_knows_nothing():
+def test_restarted_id_has_no_history():
     estimator, _ = taught([Expansion(4, 1, 0)], lambda depth, num_generated: 0.95 if num_generated < 900 else 0.0)
     assert expected(estimator, Text(flat(0.0), num_generated=9), Expansion(4, 1, 0)) < 1.5
     assert expected(estimator, Text(flat(0.0)), Expansion(4, 1, 0)) > 2.0, "as its kind, no longer as that sequence"
@@ -247,7 +247,7 @@ def estimate_after(estimator: CountedAcceptance, name: str, paths: list[int]) ->
 
 
 @pytest.mark.parametrize(("usual", "other"), [(0, 4), (4, 0)])
-def test_what_never_came_is_still_possible(usual, other):
+def test_unseen_regime_is_still_learnt(usual, other):
     """After 5,000 trees of one regime, a sequence of the other is recognised in a few."""
     estimator = CountedAcceptance(OF_FOUR_DEEP)
     for number in range(100):

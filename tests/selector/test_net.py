@@ -79,7 +79,7 @@ def test_own_shaped_trees_are_refused():
         increments_of(menu_of(Expansion(0, 4, 8, "heap", 16), "traversal"))
 
 
-def test_a_file_comes_back_with_its_recipe(tmp_path):
+def test_file_is_read_with_its_recipe(tmp_path):
     net = net_of(seed=3)
     net.standardise(EXAMPLES.scalars_RS)
     net.save(tmp_path / "net.safetensors", {"command": "made by hand"})
@@ -133,7 +133,7 @@ def test_unknown_roots_are_counted():
     assert roots.is_watched
 
 
-def test_it_goes_on_counting():
+def test_estimator_continues_counting():
     roots = PaperRoots({"r": 0.5})
     estimator = NetEstimator(MENU, net_of(), roots)
     chain = MENU.index[Expansion(4, 1, 0)]

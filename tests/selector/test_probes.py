@@ -26,7 +26,7 @@ def test_probing_spends_no_more_than_its_share():
     assert 4000 * 0.004 < spent_on_probes() < 4000 * 0.005 + 2.5
 
 
-def test_probing_on_credit_is_noticed(monkeypatch):
+def test_probing_on_credit_is_detected(monkeypatch):
     monkeypatch.setattr(Probes, "can_pay", lambda *_: True)
     assert spent_on_probes() > 4000 * 0.005 + 2.5
 

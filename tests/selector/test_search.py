@@ -86,7 +86,7 @@ worths = st.lists(st.lists(st.floats(0.03, 1.0), max_size=6), min_size=1, max_si
 
 @given(worths, slopes, st.floats(0.001, 0.5))
 @example([[0.95], [0.95]], (0.001, 0.6), 0.01)  # room for one node
-def test_one_least_chance_is_near_the_optimum(chances, knees, pass_s):
+def test_one_threshold_is_near_the_optimum(chances, knees, pass_s):
     one = search_by_chance(chances, costs(knees, pass_s))
     found = one.best()
     assert found.rate >= one.plain.rate
@@ -103,7 +103,7 @@ class AllOrNone(Search):
         return np.array([best.places])
 
 
-def test_alike_rows_share_what_room_there_is():
+def test_equal_rows_share_the_room():
     """A knee at 8 tokens with 5 rows: three nodes fit, so three rows draft."""
     model = costs((0.001, 0.001, 0.001, 0.8), 0.01)
     one, mutant = search([0.6] * 5, model), search([0.6] * 5, model, kind=AllOrNone)
@@ -148,7 +148,7 @@ def test_dearer_tokens_never_buy_more(cost):
     assert spent[0] >= spent[1]
 
 
-def test_others_tokens_make_seconds_dear():
+def test_tokens_of_others_make_time_expensive():
     """What sequences that are not chosen for bring in a step is lost to a longer one."""
     model, alone = costs((0.2,), 0.2), load_of(1)
     beside = replace(alone, base=alone.base._replace(num_rows=4, num_tokens=4), base_tokens=12.0)
@@ -215,7 +215,7 @@ def test_hidden_room_is_shared_by_trees():
     check_crowd()
 
 
-def test_unspread_crowds_are_noticed(monkeypatch):
+def test_unspread_crowds_are_detected(monkeypatch):
     monkeypatch.setattr(searching, "_SPREAD", np.zeros(1))
     with pytest.raises(AssertionError):
         check_crowd()

@@ -57,7 +57,7 @@ def test_parts_share_kinds_and_no_prompts():
         split_of(examples(num_prompts=4), PLAN)
 
 
-def test_a_folder_gives_back_what_was_added(tmp_path):
+def test_folder_returns_the_added_examples(tmp_path):
     folder = ExampleFolder(tmp_path / "examples")
     with pytest.raises(ValueError, match="no examples"):
         folder.read()

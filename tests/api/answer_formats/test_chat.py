@@ -169,7 +169,7 @@ async def test_neutral_values_accepted_others_refused_by_name():
         ({"role": "user", "content": "x", "name": "x" * 1025}, "messages.0.name"),
     ],
 )
-async def test_messages_that_cannot_be_honoured_are_refused(message: dict[str, object], param: str):
+async def test_unsupported_messages_are_refused(message: dict[str, object], param: str):
     async with in_process(_engine()) as client:
         response = await client.post(URL, json=chat(messages=[message]))
     assert response.status_code == 400

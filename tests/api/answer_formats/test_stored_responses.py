@@ -114,7 +114,7 @@ async def test_a_stored_response_is_the_answer(stream: bool):
         assert (await client.delete(f"{URL}/{answer['id']}")).status_code == 404
 
 
-async def test_what_is_not_stored_is_unknown():
+async def test_unstored_response_is_unknown():
     async with in_process(_fake()) as client:
         answer = await _created(client, store=False)
         assert answer["store"] is False

@@ -66,7 +66,7 @@ async def test_mutants_die(mutant: Rank, monkeypatch: pytest.MonkeyPatch):
         await _check_ranking()
 
 
-async def test_the_sum_is_noticed(monkeypatch: pytest.MonkeyPatch):
+async def test_the_sum_is_detected(monkeypatch: pytest.MonkeyPatch):
     """The mutant: the sum of log-probabilities, which prefers what ends first."""
     monkeypatch.setattr("server.generation.sample.Choice.mean_logprob", property(lambda choice: choice._sum_logprobs))
     with pytest.raises(AssertionError):
@@ -74,7 +74,7 @@ async def test_the_sum_is_noticed(monkeypatch: pytest.MonkeyPatch):
 
 
 @given(st.lists(st.floats(-9, 0) | st.just(-math.inf), min_size=1, max_size=6), st.integers(1, 3), st.data())
-def test_none_that_is_left_out_is_better(means: list[float], num_prompts: int, data: st.DataObject):
+def test_best_samples_are_kept(means: list[float], num_prompts: int, data: st.DataObject):
     num_samples = len(means)
     num_answers = data.draw(st.integers(1, num_samples))
     kept = best_of(means * num_prompts, num_samples, num_answers)

@@ -62,7 +62,7 @@ async def check_logprobs() -> None:
     assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
 
 
-async def test_its_tokens_are_in_logprobs():
+async def test_echoed_tokens_are_in_logprobs():
     await check_logprobs()
 
 
@@ -122,7 +122,7 @@ async def test_too_many_prompt_logprobs_are_refused():
     assert fits.status_code == 200
 
 
-async def test_what_was_cut_is_not_given_back():
+async def test_truncated_prompt_tokens_are_not_echoed():
     (choice, _) = await answers(echo=True, truncate_prompt_tokens=4)
     assert choice["text"] == byte_level().decode(PROMPT_IDS[-4:]) + OUTPUT
 

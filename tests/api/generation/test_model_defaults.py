@@ -31,7 +31,7 @@ async def requested_parameters(path: str, body: dict[str, Any], defaults: Reques
 
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)
 @pytest.mark.parametrize("streams", [False, True])
-async def test_the_models_defaults_fill_what_is_open(path: str, body: dict[str, Any], streams: bool) -> None:
+async def test_model_defaults_fill_missing_fields(path: str, body: dict[str, Any], streams: bool) -> None:
     """They were ignored, so that greedy text was another than `generate`'s where the file has a repetition penalty."""
     assert await requested_parameters(path, {**body, "stream": streams}) == OF_MODEL
 

@@ -68,7 +68,7 @@ async def test_each_end_counts_alike(way: str, chunks: tuple[int, ...]):
     await check_an_end_counts_alike(WAYS[way], chunks)
 
 
-async def test_counting_whole_events_is_noticed(monkeypatch: pytest.MonkeyPatch):
+async def test_counting_whole_events_is_detected(monkeypatch: pytest.MonkeyPatch):
     """The mutant: an event's tokens count even if the answer ends before them."""
     on_event = SampleMeter.on_event
 

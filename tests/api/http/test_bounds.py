@@ -82,7 +82,7 @@ async def test_heads_are_bounded_however_they_come(num_bytes: int, status: int, 
     assert answer.rpartition(b"HTTP/1.1 ")[2].startswith(str(status).encode())
 
 
-async def test_a_server_without_the_bound_is_noticed(monkeypatch: pytest.MonkeyPatch):
+async def test_a_server_without_the_bound_is_detected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(_BoundedHeads, "next_event")
     async with serving() as port:
         assert b" 200 " in await asyncio.to_thread(_exchanged, port, _head(70_000))
@@ -263,7 +263,7 @@ async def test_a_burst_of_connections_is_queued():
             client.close()
 
 
-async def test_a_short_queue_is_noticed(monkeypatch: pytest.MonkeyPatch):
+async def test_a_short_queue_is_detected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("server.process._BACKLOG", 64)
     async with serving() as port:
         with contextlib.ExitStack() as stack:
@@ -286,7 +286,7 @@ def test_loaded_objects_are_collected_once(monkeypatch: pytest.MonkeyPatch):
         gc.unfreeze()
 
 
-async def test_what_follows_loading_comes_before_readiness():
+async def test_loading_callback_runs_before_readiness():
     runtime = (app := make_app(FakeEngine())).state.runtime
     seen: list[bool] = []
     runtime.on_loaded = lambda: seen.append(runtime.is_ready)

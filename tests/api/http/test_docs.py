@@ -87,7 +87,7 @@ async def test_head_is_answered_wherever_get_is(caplog: pytest.LogCaptureFixture
         assert caplog.records[-1].getMessage().startswith("HEAD /live 200")
 
 
-async def test_no_answer_leaves_its_type_to_guesses():
+async def test_every_answer_declares_its_type():
     async with in_process(FakeEngine(), api_keys=KEYS, max_body_bytes=1024) as client:
         headers = {"Authorization": "Bearer some-key"}
         answers = [

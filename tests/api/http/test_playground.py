@@ -37,7 +37,7 @@ async def test_no_other_file_is_served(name: str) -> None:
         assert (await client.get(f"/playground/{name}")).status_code == 404
 
 
-async def test_it_can_be_switched_off() -> None:
+async def test_playground_can_be_disabled() -> None:
     async with in_process(FakeEngine(), playground=False) as client:
         assert (await client.get("/")).status_code == 404
         assert (await client.get("/playground/app.js")).status_code == 404

@@ -193,7 +193,7 @@ async def test_kept_connection_is_usable_after_limit() -> None:
         assert 'at="sending"} 0.0' in (await client.get("/metrics")).text
 
 
-async def test_a_server_with_endless_patience_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_with_endless_patience_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Http, "_watch_request", lambda _: None)
     monkeypatch.setattr(Http, "pause_writing", lambda self: self.flow.pause_writing())
     engine = talkative()

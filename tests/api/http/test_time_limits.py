@@ -102,7 +102,7 @@ async def test_request_within_limits_succeeds() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "1", True])
-async def test_a_time_is_more_than_none(wrong: object) -> None:
+async def test_timeout_must_be_positive(wrong: object) -> None:
     async with in_process(FakeEngine()) as client:
         answer = await client.post("/v1/completions", json=completion(timeout_s=wrong))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout_s")

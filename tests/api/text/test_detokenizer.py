@@ -160,7 +160,7 @@ def test_invalid_byte_runs_add_up_too(name: str):
     _runs_property(name, TextCodec.detokenizer)()
 
 
-def test_giving_up_on_half_characters_is_noticed():
+def test_giving_up_on_half_characters_is_detected():
     def make(codec: TextCodec) -> Detokenizer:
         return _TakesHalfCharactersForDecided(codec._decode, codec._text_ids, codec._byte_ids.keys())
 

@@ -317,7 +317,7 @@ def test_only_templates_insert_control_tokens():
     _check_forging(TextCodec(byte_level()))
 
 
-def test_unmasking_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_unmasking_too_early_is_detected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("server.text.codec.ControlMask", _UnmasksFirst)
     with pytest.raises(AssertionError):
         _check_forging(TextCodec(byte_level()))

@@ -135,7 +135,7 @@ def test_continued_message_ends_the_prompt():
     _check_continuing(TextCodec(byte_level()))
 
 
-def test_looking_for_the_text_is_noticed():
+def test_looking_for_the_text_is_detected():
     with pytest.raises(AssertionError):
         _check_continuing(_LooksForTheText(byte_level()))
 

@@ -304,7 +304,7 @@ async def test_tokens_alone_show_that_a_model_reasons(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("parser", "expected"), [("none", (None, TEXT)), ("think", (REASONING, CONTENT)), ("auto", (None, TEXT))]
 )
-async def test_the_setting_overrides_what_is_found(parser: str, expected: tuple[str | None, str]):
+async def test_parser_setting_overrides_detection(parser: str, expected: tuple[str | None, str]):
     """A model without signs of reasoning, then one with them."""
     text = says(calling().encode(TEXT))
     async with in_process(FakeEngine(script=text, max_model_len=900), tokenizer=calling(), reasoning_parser=parser) as client:

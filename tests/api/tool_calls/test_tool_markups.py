@@ -334,7 +334,7 @@ def test_grammars_that_let_calls_through_fail(mutation: tuple[str, str]):
 
 
 @pytest.mark.parametrize("markup", MARKUPS)
-def test_strict_grammars_accept_what_models_write(markup: str):
+def test_strict_grammars_accept_written_calls(markup: str):
     """The bug: strict functions, as openai-agents sends them, left Qwen2.5-Coder's fenced calls without a reader."""
     fenced, (call, _, other, *_), unknown = "```json\n{}\n```", _OBJECTS, _OBJECTS[5]
     texts = {

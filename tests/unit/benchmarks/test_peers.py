@@ -293,7 +293,7 @@ def test_contenders_receive_same_jobs_each_round(tmp_path: Path, cast: Cast):
     assert [line["round"] for line in measured(tmp_path / "out", cast, design(), [one])[-2:]] == [2, 2]
 
 
-def test_what_others_disturbed_is_measured_again(tmp_path: Path, cast: Cast, monkeypatch: pytest.MonkeyPatch):
+def test_disturbed_measurement_is_repeated(tmp_path: Path, cast: Cast, monkeypatch: pytest.MonkeyPatch):
     readings = iter([0.5, 0.1, 0.6, 0.7, 0.8])
 
     class Watch:
@@ -418,7 +418,7 @@ def test_setup_installs_named_or_all_peers(monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_drawn_tokens_have_the_models_distribution(temperature: float):
+def test_sampled_tokens_have_the_models_distribution(temperature: float):
     """An adapter that draws for a library must draw as the library's peers do: by temperature alone, no token left out."""
     logits = np.array([2.0, -1.0, 0.5, 0.0, 3.0], np.float32)
     draws = np.random.default_rng(1)

@@ -52,12 +52,12 @@ class NeverReuses(CachedChoice):
         return super().choose(views)
 
 
-def test_never_reusing_is_noticed():
+def test_never_reusing_is_detected():
     with pytest.raises(AssertionError):
         check_reuse(NeverReuses)
 
 
-def test_another_batch_is_chosen_for_anew():
+def test_another_batch_gets_a_new_choice():
     assert choosing_steps([(1, 7), (1, 8), (1, 8), (2, None), (2, None)]) == [0, 1, 3, 4]
 
 

@@ -31,7 +31,7 @@ def test_grammar_with_other_edits_has_distribution():
         ("grammar", {"grammar": Grammar(GrammarKind.LARK, "a" * (MAX_GRAMMAR_CHARS + 1))}),
     ],
 )
-def test_what_cannot_be_kept_is_refused(param, fields):
+def test_unsatisfiable_limits_are_refused(param, fields):
     with pytest.raises(NoDistribution) as refused:
         require_probs(replace(HELD, **fields), 10, (7, 8))
     assert refused.value.param == param

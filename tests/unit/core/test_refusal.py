@@ -12,7 +12,7 @@ from engine.core.validation import RequestRefused, require_runnable
 INFO = ModelInfo("m", 100, 50, 1000, (2,), "float32", "cpu", "none", "traversal", "plain")
 
 
-def test_what_can_run_passes():
+def test_runnable_requests_pass():
     require_runnable(Request("r", (1, 99), SamplingParams(max_tokens=48)), INFO)
     bias = ((0, -100.0), (99, 100.0))
     require_runnable(Request("r", (1,), SamplingParams(logit_bias=bias, allowed_token_ids=(0, 99), min_tokens=16)), INFO)

@@ -264,7 +264,7 @@ def test_limited_expansion_keeps_tree_and_threshold(expansion, max_depth, max_no
     assert whole is whole.limited(expansion.max_depth, expansion.num_draft_tokens)
 
 
-def test_branches_without_depth_are_none_once_limited():
+def test_limited_branches_without_depth_are_dropped():
     assert Expansion(4, 3, 0).limited(9, 9) == Expansion(4, 1, 0)
     assert Expansion(0, 3, 0).limited(9, 9) == PLAIN
 
@@ -272,7 +272,7 @@ def test_branches_without_depth_are_none_once_limited():
 @pytest.mark.parametrize(
     "wrong", [(1, 2, 3, "heap", 4), (0, 2, 0, "heap", 4), (0, 2, 3, "heap", 0), (2, 2, 3, "delayed", 9), (0, 1, 1, "oak", 3)]
 )
-def test_trees_that_are_none_are_refused(wrong):
+def test_invalid_trees_are_refused(wrong):
     with pytest.raises(ValueError, match="tree"):
         Expansion(*wrong)
 
@@ -282,7 +282,7 @@ def test_node_costs_must_ascend():
         GrowthCosts(nodes=(0.2, 0.1))
 
 
-def test_least_chances_follow_node_costs():
+def test_thresholds_follow_node_costs():
     tree = parse_expansion("noise_aware.3@0.2")
     assert GrowthCosts(node=0.4).least_chances(tree) == (0.2,) * 3
     assert GrowthCosts(node=0.4).least_chances(replace(tree, least_chance=0.0)) == (0.4,) * 3

@@ -57,7 +57,7 @@ def test_corrected_chance_is_at_most_one():
     assert found.corrected(0.91, True) == pytest.approx(0.75 * 0.91)
 
 
-def test_shares_are_what_corrects():
+def test_shares_determine_corrections():
     found = taught()
     for is_cached in (False, True):
         for place, edge in enumerate(found.EDGES):

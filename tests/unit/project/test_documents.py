@@ -180,7 +180,7 @@ def test_benchmarks_read_a_command_line(path: Path) -> None:
         'make serve ARGS="--no-such"',
     ],
 )
-def test_a_wrong_command_is_noticed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_command_is_detected(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert PROGRAM.match(line)
     words = Command("", line).words
     with pytest.raises((SystemExit, AssertionError)):

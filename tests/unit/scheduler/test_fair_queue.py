@@ -102,7 +102,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("mutant", list(ATTACKS))
-def test_mutants_are_noticed(mutant: type[FairQueue]) -> None:
+def test_mutants_are_detected(mutant: type[FairQueue]) -> None:
     assert gap(FairQueue(), ATTACKS[mutant]) <= 2 * 50
     assert gap(mutant(), ATTACKS[mutant]) > 2 * 50
 
@@ -120,7 +120,7 @@ def test_many_requests_do_not_starve_other_key() -> None:
     scheduler.check_integrity()
 
 
-def test_what_is_written_is_charged_too() -> None:
+def test_output_tokens_are_charged_too() -> None:
     """A key with short prompts and long answers is no cheaper than one with long prompts."""
     scheduler = Scheduler(SchedulerConfig(max_running=1), Feeding.TARGET_CACHE)
     for number in range(20):

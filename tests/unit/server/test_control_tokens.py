@@ -38,11 +38,11 @@ def _check(finder: type[ControlFinder]) -> None:
     holds()
 
 
-def test_what_an_alternation_finds_is_found():
+def test_finder_equals_an_alternation():
     _check(ControlFinder)
 
 
-def test_stopping_at_the_shortest_is_noticed():
+def test_stopping_at_the_shortest_is_detected():
     with pytest.raises(AssertionError):
         _check(_ShortestFirst)
 

@@ -34,7 +34,7 @@ def test_settings_sources_have_fixed_precedence(tmp_path: Path, monkeypatch: pyt
     assert (settings.port, settings.max_running, settings.max_waiting, settings.max_step_tokens) == (3, 2, 1, 512)
 
 
-def test_what_is_unknown_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unknown_settings_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SettingsError, match="unknown setting: prot"):
         load_settings(_file(tmp_path, "prot: 1\n"))
     with pytest.raises(SettingsError, match="no such configuration file"):
@@ -60,7 +60,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_wrong_is_refused(tmp_path: Path, text: str):
+def test_invalid_settings_are_refused(tmp_path: Path, text: str):
     with pytest.raises(SettingsError):
         load_settings(_file(tmp_path, text + "\n"))
 
@@ -156,7 +156,7 @@ def test_inexact_tree_for_verifier_is_refused():
 
 
 @pytest.mark.parametrize("text", ["", "4", "4.1", "4.1.0.0", "a.b.c", "-1.1.0", "1.0.1", "4.1.٣"])
-def test_shapes_that_are_none(text: str):
+def test_invalid_shapes_are_refused(text: str):
     with pytest.raises(ValueError, match="expansion"):
         parse_expansion(text)
 

@@ -22,7 +22,7 @@ def written(path: Path, records: list[TraceRecord]) -> list[TraceRecord]:
     return list(read_trace(path))
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_trace_survives_round_trip(tmp_path):
     """Equal records: trees with their draws, numbers, words, what is absent."""
     assert TREE.depths == (0, 1, 2, 3, 2, 1), "what a tree remembers is not written"
     assert written(tmp_path / "trace", RECORDS[1:]) == RECORDS

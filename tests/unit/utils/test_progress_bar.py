@@ -112,7 +112,7 @@ def test_a_bar_is_written_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "loading" not in log.getvalue()
 
 
-def test_it_can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar(what="texts", total=2, unit="text", is_shown=False) as bar:
         bar.update(2)
     assert capsys.readouterr().err == ""

@@ -29,7 +29,7 @@ def folder_with(folder: Path, text: str) -> Path:
         ({}, RequestDefaults()),
     ],
 )
-def test_what_the_file_names_is_read(settings: dict[str, Any], defaults: RequestDefaults, tmp_path: Path) -> None:
+def test_defaults_are_read_from_the_file(settings: dict[str, Any], defaults: RequestDefaults, tmp_path: Path) -> None:
     """And no more: transformers' own top_k of 50 is none."""
     assert read_request_defaults(folder_with(tmp_path, json.dumps(settings))) == defaults
 

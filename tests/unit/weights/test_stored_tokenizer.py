@@ -183,7 +183,7 @@ def test_conversations_without_messages_or_templates_are_refused() -> None:
         bare.apply_chat_template(MESSAGES)
 
 
-def test_a_changed_template_environment_is_noticed() -> None:
+def test_a_changed_template_environment_is_detected() -> None:
     """The mutation of the comparison above: jinja2's own `tojson` escapes HTML."""
     ours, theirs = with_template("byte-level", TEMPLATES["json"])
     with patch.object(chat_template, "_to_json", lambda value, **_: json.dumps(value).replace("<", "\\u003c")):

@@ -49,7 +49,7 @@ def test_where_prints_the_folder_or_the_file(cache, capsys):
     assert capsys.readouterr().out.splitlines() == [str(folder), str(gguf)]
 
 
-def test_fetch_of_what_is_there_prints_where(cache, capsys):
+def test_fetch_of_present_model_prints_path(cache, capsys):
     folder, _ = _put(cache, "smollm2-135m")
     assert _run("fetch", "smollm2-135m") == 0
     assert capsys.readouterr().out == f"smollm2-135m: {folder}\n"

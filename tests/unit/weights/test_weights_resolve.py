@@ -46,7 +46,7 @@ def test_a_relative_folder_is_itself(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", FILES)
-def test_an_unfinished_folder_names_what_it_lacks(tmp_path, missing):
+def test_unfinished_folder_names_missing_files(tmp_path, missing):
     folder = _model_folder(tmp_path / "mine", tuple(file for file in FILES if file != missing))
     assert missing.removeprefix("model") in _refusal(str(folder), tmp_path)
 

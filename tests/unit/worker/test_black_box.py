@@ -22,7 +22,7 @@ def test_last_note_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [4, 8, 20])
-def test_half_a_note_is_none(tmp_path: Path, at: int) -> None:
+def test_incomplete_note_is_none(tmp_path: Path, at: int) -> None:
     path = tmp_path / "steps"
     with open_step_log(path) as box:
         box.note(NOTE)

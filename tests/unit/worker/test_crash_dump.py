@@ -55,14 +55,14 @@ def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not first & set(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_uncreatable_dump_folder_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     with caplog.at_level(logging.ERROR):
         CrashDumps(tmp_path / "file").write(DEATH, [ENTRY])
     assert "the crash dump cannot be written" in caplog.text
 
 
-def test_what_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_dump_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever is wrong with a dump: the next worker must start."""
     with caplog.at_level(logging.ERROR):
         CrashDumps(tmp_path).write(replace(DEATH, cause="no weights at '\udcff'"), [ENTRY])

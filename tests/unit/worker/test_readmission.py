@@ -146,7 +146,7 @@ class Forgetful(Recovery):
 
 
 @pytest.mark.parametrize("mutant", [Trusting, Rash, Forgetful])
-def test_mutants_are_noticed(mutant: type[Recovery]) -> None:
+def test_mutants_are_detected(mutant: type[Recovery]) -> None:
     with pytest.raises(AssertionError):
         check_the_poison_is_found(3, {"1": 2}, True, mutant)
 

@@ -103,12 +103,12 @@ def test_each_request_ends_exactly_once(steps: list[tuple[str, str]]) -> None:
     ("mutant", "steps"),
     [(ForgetfulTable, [("submit", "a"), ("die", "a")]), (DoubtfulTable, [("submit", "a"), ("finish", "a"), ("finish", "a")])],
 )
-def test_mutants_are_noticed(mutant: type[RequestTable], steps: list[tuple[str, str]]) -> None:
+def test_mutants_are_detected(mutant: type[RequestTable], steps: list[tuple[str, str]]) -> None:
     with pytest.raises(AssertionError):
         check_each_ends_once(mutant, steps)
 
 
-async def test_only_those_beyond_the_running_limit_wait() -> None:
+async def test_requests_beyond_running_limit_wait() -> None:
     request_table = RequestTable(SchedulerConfig(max_running=2, max_waiting=3), no_abort)
     streams = []
     for number in range(5):

@@ -107,7 +107,7 @@ def test_reports_survive(report: WorkerEvent) -> None:
     check_survives(report)
 
 
-def test_a_codec_that_drops_logprobs_is_noticed() -> None:
+def test_a_codec_that_drops_logprobs_is_detected() -> None:
     """The mutant: log-probabilities thought too bulky for the wire."""
 
     def lossy(message: Command | WorkerEvent) -> bytes:
@@ -121,7 +121,7 @@ def test_a_codec_that_drops_logprobs_is_noticed() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"nonsense", pickle.dumps(Abort), encode_message(Heartbeat()), encode_message(Failed("x"))]
 )
-def test_what_is_no_letter_is_refused(data: bytes) -> None:
+def test_invalid_message_is_refused(data: bytes) -> None:
     with pytest.raises((msgspec.DecodeError, msgspec.ValidationError)):
         decode_command(data)
 
