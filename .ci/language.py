@@ -1,4 +1,4 @@
-"""The language of this repository: banned words, unique class names, short sentences, small folders and functions of C++.
+"""The language of this repository: banned words, names of classes and tests, short sentences, small folders and C++ functions.
 
 Prints each fault.
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("engine", "server", "selector")
+TESTS = ("tests/api", "tests/browser", "tests/conformance", "tests/selector", "tests/unit")
 BANNED = {
     "who": "name the subject: a request, a sequence, a policy",
     "law": "distribution, probabilities",
@@ -56,6 +57,7 @@ FORMS = {
     "acquit": r"acquit\w*",
 }
 WORDS = {word: re.compile(rf"(?<![A-Za-z])(?:{FORMS.get(word, word)})(?![A-Za-z])", re.IGNORECASE) for word in BANNED}
+SHARED_HELPER = "says"  # of tests/fake_engine.py
 # Names that users have: metrics, settings and fields of files.
 KEPT = re.compile(
     r"latebranch_\w+|foretold_seconds|last_step_told|num_laws|\"laws\"|'prices'|\"prices\"|stand[-_ ]in|stand-alone|standalone",
@@ -64,8 +66,11 @@ KEPT = re.compile(
 SHORT_SENTENCES = ("README.md", "docs/quickstart.md", "docs/architecture.md", "docs/selector.md")
 MOST_WORDS = 35  # of a sentence in those
 MOST_DOC_WORDS = 45_000
+MOST_TEST_WORDS = 7  # of a test's name, after `test`
 MOST_FILES = 25  # of sources in a folder
 MOST_LINES = 60  # of a function in C++
+CASE_CHANGE = re.compile(r"(?<=[a-z])(?=[A-Z])")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SOURCE = re.compile(r"\.(py|cpp|h|js|mjs|html|css|sh|yml)$|^Makefile$")
 # Files in plain words that the tokenizer of Python does not read.
 OTHERS = re.compile(r"^(engine/.*\.(cpp|h)|server/.*\.(js|html|css)|deploy/.*|docs/drawings/.*\.mjs|Makefile|[\w-]*\.yml)$")
@@ -77,9 +82,9 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in names if SOURCE.search(name) and (ROOT / name).is_file()]
 
 
-def python_files() -> list[Path]:
+def python_files(folders: tuple[str, ...] = SOURCES) -> list[Path]:
     """Return the source files."""
-    return sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def documents() -> list[Path]:
@@ -95,12 +100,40 @@ def banned_in(text: str) -> Iterator[str]:
             yield f"'{found[0]}': {BANNED[word]}"
 
 
-def prose_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield lines of a source file's comments, strings and names, with their numbers."""
+def prose_of(
+    path: Path, kinds: tuple[int, ...] = (tokenize.COMMENT, tokenize.STRING, tokenize.NAME)
+) -> Iterator[tuple[int, str]]:
+    """Yield lines of a source file's comments, strings and names, with their numbers; names of classes as separate words."""
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING, tokenize.NAME):
-            for offset, line in enumerate(token.string.splitlines()):
+        if token.type in kinds:
+            text = CASE_CHANGE.sub("_", token.string) if token.type == tokenize.NAME else token.string
+            for offset, line in enumerate(text.splitlines()):
                 yield token.start[0] + offset, line
+
+
+def words_of_test(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield a test file's comments, names, docstrings and messages of assertions, with their lines; other strings are data."""
+    yield from prose_of(path, (tokenize.COMMENT, tokenize.NAME))
+    for node in ast.walk(ast.parse(path.read_text())):
+        found: ast.AST | None = node.msg if isinstance(node, ast.Assert) else None
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            found = node.body[0]
+        for part in ast.walk(found) if found is not None else ():
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                for offset, line in enumerate(part.value.splitlines()):
+                    yield part.lineno + offset, line
+
+
+def test_faults() -> Iterator[str]:
+    """Yield banned words and long names of tests."""
+    for path in python_files(TESTS):
+        for number, line in words_of_test(path):
+            for fault in banned_in(line) if line != SHARED_HELPER else ():
+                yield f"{path.relative_to(ROOT)}:{number}: {fault}"
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+            if name.startswith("test_") and name.count("_") > MOST_TEST_WORDS:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {name} has more than {MOST_TEST_WORDS} words after `test`"
 
 
 def word_faults() -> Iterator[str]:
@@ -174,7 +207,9 @@ def function_faults() -> Iterator[str]:
 
 def main() -> int:
     """Print every fault; return 1 if there is one."""
-    faults = [*dict.fromkeys([*word_faults(), *class_faults(), *sentence_faults(), *size_faults(), *function_faults()])]
+    faults = [
+        *dict.fromkeys([*word_faults(), *test_faults(), *class_faults(), *sentence_faults(), *size_faults(), *function_faults()])
+    ]
     sys.stdout.writelines(f"{fault}\n" for fault in faults)
     return bool(faults)
 

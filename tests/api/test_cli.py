@@ -1,4 +1,4 @@
-"""The command line: every setting has a flag, mistakes are told in one line with status 2."""
+"""The command line: every setting has a flag, mistakes are reported in one line with status 2."""
 
 import os
 import socket
@@ -47,7 +47,7 @@ def test_a_switch_alone_is_true(arguments: list[str], is_strict: bool, served: l
     assert served[0].strict is is_strict
 
 
-def test_the_help_begins_with_the_model_and_has_examples(capsys: pytest.CaptureFixture[str]):
+def test_help_starts_with_model_and_has_examples(capsys: pytest.CaptureFixture[str]):
     """The bug: the first of a hundred flags was --config, and what a flag takes had to be looked up."""
     with pytest.raises(SystemExit):
         server.cli.main.main(["serve", "--help"])
@@ -147,7 +147,7 @@ def test_wrong_values_are_explained(arguments: list[str], words: str, capsys: py
     assert error.count("\n") == 1
 
 
-def test_a_word_like_no_other_has_no_suggestion(served: list[Settings], capsys: pytest.CaptureFixture[str]):
+def test_unrelated_flag_has_no_suggestion(served: list[Settings], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         server.cli.main.main(["serve", "--qqqqqq"])
     assert "did you mean" not in capsys.readouterr().err
@@ -171,7 +171,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 @pytest.mark.usefixtures("nothing_starts")
-def test_a_port_in_use_is_refused_with_a_hint(host: str, capsys: pytest.CaptureFixture[str]):
+def test_port_in_use_is_refused_with_hint(host: str, capsys: pytest.CaptureFixture[str]):
     """The bug: the model was loaded first, then the log ended with a traceback's last line."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -234,7 +234,7 @@ def test_mistakes_are_one_line(
         (["MODEL=a b", "ARGS=--config c.yaml"], "serve --config c.yaml"),
     ],
 )
-def test_make_serves_the_model_it_is_asked_for(arguments: list[str], expected: str):
+def test_make_serves_the_requested_model(arguments: list[str], expected: str):
     """The bug: `make serve MODEL=gemma3-270m` fetched that model and then served the default one."""
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MODEL", "ARGS")}
     command = ["make", "--dry-run", "--old-file", ".venv/.installed", "serve", *arguments]
@@ -254,7 +254,7 @@ BENCH_MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), BENCH_MISTAKES)
-def test_mistakes_of_bench_are_one_line_and_told_before_a_model_is_loaded(
+def test_bench_mistakes_are_reported_before_loading(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """The bug: each of these was a traceback, some only after the model had been loaded."""
@@ -268,7 +268,7 @@ def test_mistakes_of_bench_are_one_line_and_told_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("refusal", [BadConfiguration, UnsupportedModel, RequestRefused])
-def test_what_the_engine_refuses_is_one_line(
+def test_engine_refusal_is_one_line(
     refusal: type[ValueError], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object) -> int:

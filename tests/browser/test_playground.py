@@ -1,4 +1,4 @@
-"""The playground in a browser, against the default pair: what it draws is what was said, by keyboard, in dark, on a phone."""
+"""The playground in a browser, against the default pair: it draws the server's answer, by keyboard, in dark, on a phone."""
 
 import re
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def page(server: RunningServer, browser: Browser) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def answered(server: RunningServer, browser: Browser) -> Iterator[Page]:
-    """The page with an answer on it, asked for by keyboard alone, and plain decoding beside it."""
+    """The page with an answer on it, requested by keyboard alone, and plain decoding beside it."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     page.goto(server.url)
@@ -58,15 +58,15 @@ def shot(page: Page, name: str, tmp_path_factory: pytest.TempPathFactory) -> Non
     page.screenshot(path=tmp_path_factory.getbasetemp() / f"{name}.png", full_page=True)
 
 
-def test_the_text_is_the_servers_and_plain_decodings(answered: Page, server: RunningServer) -> None:
+def test_drafted_text_equals_plain_decoding(answered: Page, server: RunningServer) -> None:
     body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": PROMPT}], **ANSWER}
-    told = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=240).json()["choices"][0]["message"]["content"]
+    expected = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=240).json()["choices"][0]["message"]["content"]
     for side in ("drafted", "plain"):
-        assert answered.locator(f"#{side} [data-place=text]").text_content() == told
+        assert answered.locator(f"#{side} [data-place=text]").text_content() == expected
     expect(answered.locator("#verdict")).to_contain_text("The same text, token for token")
 
 
-def test_a_tree_is_drawn_for_each_step_of_the_text(answered: Page) -> None:
+def test_each_step_has_a_tree(answered: Page) -> None:
     steps = answered.locator("#drafted .step")
     numbers = {
         name: float(answered.locator(f"#drafted [data-place={name}]").inner_text()) for name in ("steps", "tokens", "per-step")
@@ -85,7 +85,7 @@ def test_a_tree_is_drawn_for_each_step_of_the_text(answered: Page) -> None:
     assert largest > 5
 
 
-def test_it_is_walked_by_keyboard(answered: Page) -> None:
+def test_page_works_by_keyboard(answered: Page) -> None:
     scrubber = answered.get_by_role("slider", name="Step")
     scrubber.focus()
     scrubber.press("End")
@@ -116,9 +116,7 @@ def serious(page: Page, axe: str) -> list[Any]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_it_can_be_read_by_all(
-    answered: Page, axe: str, scheme: Any, width: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_page_is_accessible(answered: Page, axe: str, scheme: Any, width: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No serious finding of axe, colours that follow the system's, and no sideways scrolling of the page."""
     answered.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     answered.set_viewport_size({"width": width, "height": 844})
@@ -129,7 +127,7 @@ def test_it_can_be_read_by_all(
     assert serious(answered, axe) == []
 
 
-def test_it_explains_itself_before_anything_is_asked(page: Page, axe: str) -> None:
+def test_example_step_is_shown_before_use(page: Page, axe: str) -> None:
     """A recorded step is drawn, its parts are named, and it is walked by keyboard."""
     example = page.get_by_label("One step, as an example")
     expect(example.locator(".node")).to_have_count(13)
@@ -139,7 +137,7 @@ def test_it_explains_itself_before_anything_is_asked(page: Page, axe: str) -> No
     assert serious(page, axe) == []
 
 
-def test_a_server_with_keys_is_asked_for_one(page: Page, server: RunningServer) -> None:
+def test_page_prompts_for_a_required_key(page: Page, server: RunningServer) -> None:
     opens: list[str | None] = []
 
     def gate(route: Route) -> None:
@@ -160,7 +158,7 @@ def test_a_server_with_keys_is_asked_for_one(page: Page, server: RunningServer) 
     assert opens == [None, "Bearer secret"]
 
 
-def test_what_the_server_refuses_is_told(page: Page) -> None:
+def test_server_refusal_is_shown(page: Page) -> None:
     page.get_by_label("Max tokens").fill("100000")
     page.get_by_role("button", name="Generate").click()
     expect(page.get_by_role("alert")).to_contain_text("100000 more are requested")

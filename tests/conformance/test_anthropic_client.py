@@ -77,7 +77,7 @@ def test_every_event_is_of_the_clients_types(url: str) -> None:
             assert read.model_dump(exclude_unset=True, mode="json") == event
 
 
-def test_the_stream_helper_adds_up_to_the_answer(client: Any) -> None:
+def test_stream_helper_equals_whole_answer(client: Any) -> None:
     variants: list[dict[str, Any]] = [{}, {"tools": []}, {"max_tokens": 5}, {"max_tokens": 90}, {"stop_sequences": ["see"]}]
     for fields in variants:
         whole = client.messages.create(**wanted(**fields))
@@ -110,7 +110,7 @@ async def test_the_async_client_streams_text(url: str) -> None:
 
 
 def test_the_tool_runner_ends_with_an_answer(client: Any, engine: FakeEngine) -> None:
-    """It asks for a thread first; only the code of the refusal makes it send whole conversations."""
+    """The client requests a thread first; only the code of the refusal makes it send whole conversations."""
     called: list[str] = []
 
     @anthropic.beta_tool  # type: ignore[untyped-decorator, unused-ignore]
@@ -181,7 +181,7 @@ def test_a_full_server_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits == [pytest.approx(3.0)] * 2, "Retry-After, rounded up"
 
 
-def test_a_failure_in_a_stream_is_an_error(client: Any, engine: FakeEngine) -> None:
+def test_failure_in_stream_is_an_error(client: Any, engine: FakeEngine) -> None:
     engine.fail_after = 2
     with pytest.raises(anthropic.APIStatusError, match="the step failed"), client.messages.stream(**wanted()) as stream:
         stream.get_final_message()

@@ -1,4 +1,4 @@
-"""Clients, unchanged, against a server process with a small model: they do what the table of docs/conformance.md says.
+"""Clients, unchanged, against a server process with a small model: they behave as the table of docs/conformance.md lists.
 
 They have environments of their own, which `make conformance` makes; without these the tests are skipped.
 """
@@ -58,11 +58,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not ENVIRONMENTS.exists(), reason="the clients are not installed: `make conformance` does")
 @pytest.mark.parametrize("program", [*sorted(PROGRAMS.glob("*_client.py")), PROGRAMS / "vercel.mjs"], ids=lambda path: path.stem)
-def test_a_client_does_what_the_table_says(program: Path, server: RunningServer, tmp_path: Path) -> None:
+def test_client_behaves_as_documented(program: Path, server: RunningServer, tmp_path: Path) -> None:
     command, folder = _command(program)
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")
-    # Without these a client asks the internet for prices, and aborts or waits.
+    # Without these a client fetches model costs from the internet, and aborts or waits.
     offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": str(tmp_path)}
     done = subprocess.run(
         [*command, server.url, MODEL],

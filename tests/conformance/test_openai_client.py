@@ -70,7 +70,7 @@ def test_a_middle_is_filled_in() -> None:
     assert infilling("qwen").decode(engine.requests[0].prompt_ids) == "<|fim_prefix|>hello<|fim_suffix|> world<|fim_middle|>"
 
 
-def test_streams_end_with_usage_where_it_is_asked_for(client: openai.OpenAI) -> None:
+def test_stream_ends_with_usage_on_request(client: openai.OpenAI) -> None:
     for stream_options in (None, {"include_usage": True}):
         options: Any = {} if stream_options is None else {"stream_options": stream_options}
         with client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **options) as stream:
@@ -103,7 +103,7 @@ async def test_many_at_once(url: str) -> None:
         assert set(await asyncio.gather(*(streamed() for _ in range(6)), *(whole() for _ in range(6)))) == {TEXT}
 
 
-def test_a_raw_answer_has_the_headers_and_its_parsed_self(client: openai.OpenAI) -> None:
+def test_raw_answer_has_headers_and_parses(client: openai.OpenAI) -> None:
     raw = client.with_raw_response.chat.completions.create(model=MODEL, messages=HELLO, extra_headers={"X-Request-Id": "mine-1"})
     assert raw.headers["x-request-id"] == "mine-1"
     parsed = raw.parse()
@@ -161,7 +161,7 @@ def test_a_wrong_key_is_an_authentication_error() -> None:
                         client.chat.completions.create(model=MODEL, messages=HELLO)
 
 
-def test_a_failure_in_a_stream_is_an_api_error(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_failure_in_stream_is_api_error(client: openai.OpenAI, engine: FakeEngine) -> None:
     engine.fail_after = 1
     stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     with pytest.raises(openai.APIError, match="the step failed"):
@@ -182,8 +182,8 @@ class _Busy(FakeEngine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_busy_server_is_tried_again_when_it_says(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 503 comes before any of the stream, so that the client may retry it; it waits as long as Retry-After says."""
+def test_busy_server_is_retried_after_requested_wait(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 503 comes before any of the stream, so that the client may retry it; it waits as long as Retry-After demands."""
     waits: list[float] = []
     monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
     engine = _Busy(script=says(IDS))
@@ -195,7 +195,7 @@ def test_a_busy_server_is_tried_again_when_it_says(stream: bool, monkeypatch: py
     assert all(wait == pytest.approx(3.0) for wait in waits), "Retry-After: 2.5 seconds, rounded up"
 
 
-def test_a_client_that_gives_up_gets_the_503(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exhausted_retries_raise_the_503(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openai._base_client.time.sleep", lambda seconds: None)
     with served(app_of(_Busy(script=says(IDS)))) as url:
         with (
@@ -207,7 +207,7 @@ def test_a_client_that_gives_up_gets_the_503(monkeypatch: pytest.MonkeyPatch) ->
         assert caught.value.response.headers["retry-after"] == "3"
 
 
-def test_a_client_that_times_out_takes_its_request_along() -> None:
+def test_client_timeout_aborts_its_request() -> None:
     engine = engine_of(gate=asyncio.Event(), num_free_events=1)
     with served(app_of(engine)) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
         for patience_s in (0.5, 2.0, 8.0, PATIENCE_S):  # on a busy machine a client may give up before the engine has its request
@@ -220,7 +220,7 @@ def test_a_client_that_times_out_takes_its_request_along() -> None:
         assert engine.aborted == [request.request_id for request in engine.requests] != []
 
 
-def test_every_data_line_of_a_stream_is_json(url: str) -> None:
+def test_every_stream_data_line_is_json(url: str) -> None:
     body = {"model": MODEL, "messages": HELLO, "stream": True}
     with httpx.stream("POST", url + "/chat/completions", json=body, timeout=PATIENCE_S) as response:
         lines = [line for line in response.iter_lines() if line]

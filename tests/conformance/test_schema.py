@@ -49,7 +49,7 @@ GETS = [
 ]
 TOO_LARGE = 413
 ERRORS_OF_A_BODY = {"400", "401", "403", "404", "413", "415", "429", "431", "500", "503"}
-# Fields that a schema cannot say what else they need, or how many tokens a model has.
+# Fields with conditions that a schema cannot express, such as the number of tokens of a model.
 _FITTING = {
     *(
         "response_format",
@@ -83,7 +83,7 @@ _SHAPES = [not_a_server_error, status_code_conformance, content_type_conformance
 
 
 def app() -> Any:
-    """Return a server that refuses what its document does not tell of."""
+    """Return a server that refuses fields that its document does not have."""
     engine = FakeEngine(script=says(byte_level().encode("hello 日本語 😀")), chunks=(1, 3), vocab_size=500)
     return app_of(engine, infilling("qwen"), strict=True)
 
@@ -110,7 +110,9 @@ def check(url: str, document: dict[str, Any], path: str, method: str, mode: Gene
     def holds(case: Case[Any]) -> None:
         if isinstance(case.body, dict) and not is_wrong:
             if path == "/tokenize" and case.body.get("messages") is None:
-                case.body["prompt"] = case.body.get("prompt") or "hello"  # one of the two is needed, which no schema tells
+                case.body["prompt"] = (
+                    case.body.get("prompt") or "hello"
+                )  # one of the two is needed, which a schema cannot express
             _mend(case.body, is_plain=len(statuses) % 2 == 0)
         response = case.call(base_url=url)
         statuses.append(response.status_code)
@@ -123,7 +125,7 @@ def check(url: str, document: dict[str, Any], path: str, method: str, mode: Gene
 
 
 def _mend(body: dict[str, Any], is_plain: bool) -> None:
-    """Give a body what no schema tells: the one name that is served, one text to encode, and if plain no fields that must fit."""
+    """Give a body what a schema cannot express: the one model name, one text to encode; if plain, no fields that must fit."""
     if is_plain:
         for name in _FITTING & {*body}:
             del body[name]
@@ -133,7 +135,7 @@ def _mend(body: dict[str, Any], is_plain: bool) -> None:
         body["model"] = MODEL
     if body.get("prompt") is not None:
         body.pop("messages", None)
-    body.pop("timeout_s", None)  # who asks for no time at all is told 504
+    body.pop("timeout_s", None)  # a limit of no time at all is a 504
 
 
 def _with_integers(value: Any) -> Any:
@@ -150,23 +152,23 @@ def _is_stream(response: Any) -> bool:
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_what_the_schema_allows_is_answered_as_it_says(url: str, document: Any, path: str, conformance_examples: int) -> None:
+def test_allowed_requests_are_answered_per_schema(url: str, document: Any, path: str, conformance_examples: int) -> None:
     statuses = check(url, document, path, "POST", GenerationMode.POSITIVE, conformance_examples)
     assert 200 in statuses
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_what_the_schema_forbids_is_refused(url: str, document: Any, path: str, conformance_examples: int) -> None:
+def test_forbidden_requests_are_refused_per_schema(url: str, document: Any, path: str, conformance_examples: int) -> None:
     statuses = check(url, document, path, "POST", GenerationMode.NEGATIVE, conformance_examples)
     assert set(statuses) <= {400, 404, TOO_LARGE}
 
 
 @pytest.mark.parametrize("path", GETS)
-def test_what_is_only_read_is_answered_as_it_says(url: str, document: Any, path: str) -> None:
+def test_reads_are_answered_per_schema(url: str, document: Any, path: str) -> None:
     check(url, document, path, "GET", GenerationMode.POSITIVE, 3)
 
 
-def test_what_is_removed_is_answered_as_it_says(url: str, document: Any) -> None:
+def test_deletions_are_answered_per_schema(url: str, document: Any) -> None:
     check(url, document, "/v1/responses/{response_id}", "DELETE", GenerationMode.POSITIVE, 3)
 
 
@@ -182,7 +184,7 @@ def test_every_error_is_declared(document: Any) -> None:
             assert path in ("/live", "/health") or "401" in operation["responses"], (method, path)
 
 
-def test_an_undeclared_status_is_noticed(url: str, document: Any) -> None:
+def test_an_undeclared_status_is_detected(url: str, document: Any) -> None:
     spoilt = json.loads(json.dumps(document))
     for status in ("400", "default"):
         spoilt["paths"]["/detokenize"]["post"]["responses"].pop(status)
@@ -191,7 +193,7 @@ def test_an_undeclared_status_is_noticed(url: str, document: Any) -> None:
     assert isinstance(caught.value.exceptions[0], UndefinedStatusCode)
 
 
-def test_an_answer_of_another_shape_is_noticed(url: str, document: Any) -> None:
+def test_an_answer_of_another_shape_is_detected(url: str, document: Any) -> None:
     spoilt = json.loads(json.dumps(document))
     spoilt["components"]["schemas"]["DetokenizeAnswer"]["properties"]["prompt"] = {"type": "integer"}
     with pytest.raises(FailureGroup) as caught:

@@ -87,7 +87,7 @@ def answered(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str,
 
 
 def _added(whole: Any, part: Any) -> Any:
-    """Return what a chunk makes of what came before: texts and lists go on, the rest is what was said last."""
+    """Return an answer so far with one more chunk: texts and lists are joined, other fields are replaced."""
     if isinstance(whole, dict) and isinstance(part, dict):
         return {key: _added(whole.get(key), part.get(key)) for key in {**whole, **part}}
     if isinstance(whole, list) and isinstance(part, list):
@@ -97,8 +97,8 @@ def _added(whole: Any, part: Any) -> Any:
     return whole if part is None else part
 
 
-def said(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return what a choice says, whichever endpoint and way it came by."""
+def output_of(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return the output of a choice, whichever endpoint and form it has."""
     message = choice.get("message") or choice.get("delta") or {}
     text = choice["text"] if "text" in choice else message.get("content") or ""
     logprobs = choice.get("logprobs")
@@ -127,14 +127,14 @@ def require_same(one: Any, other: Any) -> None:
 
 
 def without_cached(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return usage but for what lay in the cache: more the second time."""
+    """Return usage without the counts of cached tokens, which grow the second time."""
     return {key: value for key, value in usage.items() if key != "prompt_tokens_details"}
 
 
 def check_one(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     whole = answered(client, path, body)
     streamed = answered(client, path, {**body, "stream": True, "stream_options": {"include_usage": True}})
-    require_same([said(choice) for choice in streamed["choices"]], [said(choice) for choice in whole["choices"]])
+    require_same([output_of(choice) for choice in streamed["choices"]], [output_of(choice) for choice in whole["choices"]])
     assert (without_cached(streamed["usage"]), streamed["metrics"]) == (without_cached(whole["usage"]), whole["metrics"])
     for choice in whole["choices"]:
         prompt_ids = choice.get("prompt_token_ids") or whole["prompt_token_ids"]
@@ -148,38 +148,38 @@ def check_logprobs(prompt_ids: list[int], choice: dict[str, Any], is_echoed: boo
         return
     ids = [*prompt_ids, *choice["token_ids"]]
     if "content" in choice["logprobs"]:
-        told = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     else:
-        told = choice["logprobs"]["token_logprobs"]
+        logprobs = choice["logprobs"]["token_logprobs"]
     if is_echoed:
-        assert told[0] is None
+        assert logprobs[0] is None
     first = 1 if is_echoed else len(prompt_ids)
     probs_TV = torch.log_softmax(target_module()(torch.tensor([ids]), use_cache=False).logits[0].double(), -1)
     expected = [float(probs_TV[at - 1, ids[at]]) for at in range(first, len(ids))]
-    assert told[1 if is_echoed else 0 :] == pytest.approx(expected, abs=1e-4)
+    assert logprobs[1 if is_echoed else 0 :] == pytest.approx(expected, abs=1e-4)
 
 
 def check(num_examples: int) -> None:
-    with client() as asked:
+    with client() as http:
 
         @settings(max_examples=num_examples)
         @given(shared=_SHARED, own=_COMPLETIONS | _CHATS)
         def holds(shared: dict[str, Any], own: dict[str, Any]) -> None:
-            if "structured_outputs" in shared:  # it says where a text ends, and leaves no room for masks
+            if "structured_outputs" in shared:  # it decides where a completion ends, and leaves no room for masks
                 shared = {name: value for name, value in shared.items() if name not in _BESIDE_NO_GRAMMAR}
-            check_one(asked, "/v1/completions" if "prompt" in own else "/v1/chat/completions", {**shared, **own})
+            check_one(http, "/v1/completions" if "prompt" in own else "/v1/chat/completions", {**shared, **own})
 
         holds()
 
 
-def test_a_stream_says_what_the_whole_says_and_logprobs_are_the_targets_own(conformance_examples: int):
+def test_streams_equal_answers_with_target_logprobs(conformance_examples: int):
     check(conformance_examples)
 
 
 BODY = {"model": MODEL, "prompt": TEXTS[1], "max_tokens": 12, "seed": 5, "logprobs": 1, "echo": True, "return_token_ids": True}
 
 
-def told_after_temperature(logits_NV: Any, nodes: Any, ids: Any, num_top: int) -> Any:
+def logprobs_after_temperature(logits_NV: Any, nodes: Any, ids: Any, num_top: int) -> Any:
     return _LOGPROBS_OF(logits_NV / 0.8, nodes, ids, num_top)
 
 
@@ -197,14 +197,14 @@ _LOGPROBS_OF, _LOGPROBS, _CHUNKS = judge.logprobs_of, completion._logprobs, comp
 @pytest.mark.parametrize(
     ("where", "mutant"),
     [
-        ("engine.engine.logprobs_of", told_after_temperature),
+        ("engine.engine.logprobs_of", logprobs_after_temperature),
         ("server.answer_formats.completion._logprobs", offsets_begin_anew),
         ("server.answer_formats.completion.CompletionFormat.chunks", last_piece_forgotten),
     ],
 )
-def test_one_request_kills(where: str, mutant: Any, monkeypatch: pytest.MonkeyPatch):
-    with client() as asked:
-        check_one(asked, "/v1/completions", BODY)
+def test_single_request_kills_mutants(where: str, mutant: Any, monkeypatch: pytest.MonkeyPatch):
+    with client() as http:
+        check_one(http, "/v1/completions", BODY)
         monkeypatch.setattr(where, mutant)
         with pytest.raises((AssertionError, KeyError)):
-            check_one(asked, "/v1/completions", BODY)
+            check_one(http, "/v1/completions", BODY)

@@ -1,4 +1,4 @@
-"""Structured output as the official client asks for it, of a real engine with random weights."""
+"""Structured output as the official client requests it, of a real engine with random weights."""
 
 import re
 from collections.abc import Iterator
@@ -36,10 +36,10 @@ def client() -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_model_of_pydantic_is_parsed(client: openai.OpenAI, seed: int) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "response_format": Answer, "seed": seed}
-    with client.chat.completions.stream(**asked) as stream:
+    fields: dict[str, Any] = {"model": MODEL, "messages": HELLO, "response_format": Answer, "seed": seed}
+    with client.chat.completions.stream(**fields) as stream:
         streamed = stream.get_final_completion().choices[0].message.parsed
-    whole = client.chat.completions.parse(**asked)
+    whole = client.chat.completions.parse(**fields)
     assert isinstance(whole.choices[0].message.parsed, Answer)
     assert streamed == whole.choices[0].message.parsed
     assert whole.choices[0].finish_reason == "stop"
@@ -76,7 +76,7 @@ def test_vllms_constraints_come_through_extra_body(
         {"type": "yaml"},
     ],
 )
-def test_a_format_that_cannot_be_kept_is_a_bad_request(client: openai.OpenAI, response_format: Any) -> None:
+def test_unsupported_format_is_a_bad_request(client: openai.OpenAI, response_format: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=HELLO, response_format=response_format)
     assert str(caught.value.param).startswith("response_format")

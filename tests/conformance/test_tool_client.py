@@ -1,4 +1,4 @@
-"""Tool calls as the official client asks for them, forced out of a real engine with random weights: they are of the schema."""
+"""Tool calls as the official client requests them, forced out of a real engine with random weights: they fit the schema."""
 
 import json
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def client() -> Iterator[openai.OpenAI]:
         yield client
 
 
-def asked(**fields: Any) -> dict[str, Any]:
+def request_fields(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": HELLO, "tools": TOOLS, "seed": 3, "logit_bias": NO_SPACE, **fields}
 
 
@@ -43,8 +43,8 @@ def asked(**fields: Any) -> dict[str, Any]:
     ("choice", "names"),
     [("required", {"weather", "clock"}), ({"type": "function", "function": {"name": "clock"}}, {"clock"})],
 )
-def test_a_forced_call_is_of_its_schema_streamed_and_not(client: openai.OpenAI, choice: Any, names: set[str]) -> None:
-    fields = asked(tool_choice=choice, parallel_tool_calls=False)
+def test_forced_call_matches_schema_streamed_or_whole(client: openai.OpenAI, choice: Any, names: set[str]) -> None:
+    fields = request_fields(tool_choice=choice, parallel_tool_calls=False)
     whole = client.chat.completions.parse(**fields)
     (call,) = whole.choices[0].message.tool_calls or []
     assert whole.choices[0].finish_reason == "tool_calls"
@@ -55,12 +55,12 @@ def test_a_forced_call_is_of_its_schema_streamed_and_not(client: openai.OpenAI, 
     assert streamed.function.parsed_arguments == call.function.parsed_arguments
 
 
-def test_a_turn_goes_on_with_what_a_tool_found(client: openai.OpenAI) -> None:
-    first = client.chat.completions.create(**asked(tool_choice="required", parallel_tool_calls=False))
+def test_conversation_continues_after_tool_result(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(**request_fields(tool_choice="required", parallel_tool_calls=False))
     (call,) = first.choices[0].message.tool_calls or []
     found = {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"is": 7})}
     messages = [*HELLO, first.choices[0].message.model_dump(exclude_none=True), found]
-    second = client.chat.completions.create(**asked(messages=messages, tool_choice="none", max_tokens=5))
+    second = client.chat.completions.create(**request_fields(messages=messages, tool_choice="none", max_tokens=5))
     assert second.choices[0].finish_reason in ("stop", "length")
     assert second.choices[0].message.tool_calls is None
 
@@ -74,7 +74,7 @@ def test_a_turn_goes_on_with_what_a_tool_found(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ],
 )
-def test_what_cannot_be_called_is_a_bad_request(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+def test_uncallable_tool_is_a_bad_request(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**asked(**fields))
+        client.chat.completions.create(**request_fields(**fields))
     assert str(caught.value.param).startswith(param)

@@ -132,7 +132,7 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.mark.parametrize("backend", ["huggingface", "remote"])
-def test_lm_eval_finds_what_it_finds_in_the_weights_themselves(
+def test_lm_eval_scores_match_loaded_weights(
     server: RunningServer, weights: Path, reference: dict[str, Any], tmp_path: Path, backend: str
 ) -> None:
     """Log-likelihoods of choices and whole texts, arg maxes, accuracy, and greedy texts: as lm-eval's own `hf` has them."""
@@ -146,7 +146,7 @@ def test_lm_eval_finds_what_it_finds_in_the_weights_themselves(
     for mine, own in zip(ours["tiny_choice"], reference["tiny_choice"], strict=True):
         for one, other in zip(mine["filtered_resps"], own["filtered_resps"], strict=True):
             assert float(one[0]) == pytest.approx(float(other[0]), abs=TOLERANCE)
-            assert str(one[1]) == str(other[1]), "whether the choice is what greedy decoding says"
+            assert str(one[1]) == str(other[1]), "whether the choice is that of greedy decoding"
     assert [one["filtered_resps"] for one in ours["tiny_text"]] == [one["filtered_resps"] for one in reference["tiny_text"]]
 
 

@@ -1,6 +1,6 @@
-"""What vLLM's own entrypoint tests ask of a server, asked of this one (tests/entrypoints/openai as of 0.33; behaviour, not code).
+"""Cases of vLLM's own entrypoint tests, against this server (tests/entrypoints/openai as of 0.33; behaviour, not code).
 
-Where this server means to differ, docs/conformance.md says so.
+docs/conformance.md lists where this server differs on purpose.
 """
 
 import json
@@ -91,12 +91,12 @@ def test_too_many_logprobs_leave_the_server_alive(client: openai.OpenAI, stream:
 
 @pytest.mark.parametrize("num", [0, 1])
 def test_prompt_logprobs(client: openai.OpenAI, num: int) -> None:
-    for told in (
+    for returned in (
         completed(client, prompt_logprobs=num).choices[0].prompt_logprobs,
         chatted(client, prompt_logprobs=num).prompt_logprobs,
     ):
-        assert told[0] is None
-        assert all(max(1, num) <= len(candidates) <= num + 1 for candidates in told[1:])
+        assert returned[0] is None
+        assert all(max(1, num) <= len(candidates) <= num + 1 for candidates in returned[1:])
 
 
 def test_prompt_logprobs_of_minus_one_are_refused(client: openai.OpenAI) -> None:
@@ -123,18 +123,18 @@ def test_parallel_streaming(client: openai.OpenAI) -> None:
     assert (texts, num_ends) == (whole, 3)
 
 
-@pytest.mark.parametrize("ask", [completed, chatted])
-def test_stream_options(client: openai.OpenAI, ask: Any) -> None:
-    silent = list(ask(client, stream=True, stream_options={"include_usage": False}))
+@pytest.mark.parametrize("create", [completed, chatted])
+def test_stream_options(client: openai.OpenAI, create: Any) -> None:
+    silent = list(create(client, stream=True, stream_options={"include_usage": False}))
     assert all(chunk.usage is None for chunk in silent)
-    *chunks, last = ask(client, stream=True, stream_options={"include_usage": True})
+    *chunks, last = create(client, stream=True, stream_options={"include_usage": True})
     assert all(chunk.usage is None for chunk in chunks)
     assert (last.choices, last.usage.completion_tokens) == ([], 5)
-    *chunks, last = ask(client, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    *chunks, last = create(client, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
     assert all(chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens for chunk in chunks)
     for options in ({"include_usage": True}, {"include_usage": None}):
         with pytest.raises(openai.BadRequestError):
-            ask(client, stream=False, stream_options=options)
+            create(client, stream=False, stream_options=options)
 
 
 @pytest.mark.parametrize("prompts", [[PROMPT] * 2, [IDS] * 2])
@@ -195,13 +195,13 @@ def test_stop_strings_end_a_text(client: openai.OpenAI) -> None:
         *({"stop_token_ids": ["x"]}, {"logit_bias": {"x": 1}}, {"logit_bias": {"1": 1000}}, {"truncate_prompt_tokens": -2}),
     ],
 )
-def test_what_is_no_request_is_400(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+def test_invalid_request_is_400(client: openai.OpenAI, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         completed(client, **fields)
     assert str(caught.value.param).startswith(next(iter(fields))), "the field is named"
 
 
-def test_what_does_not_fit_is_400(client: openai.OpenAI) -> None:
+def test_oversized_request_is_400(client: openai.OpenAI) -> None:
     for fields in ({"max_tokens": 5000}, {"prompt": [40] * 5000}):
         with pytest.raises(openai.BadRequestError) as caught:
             completed(client, **fields)
@@ -310,7 +310,7 @@ def test_probes_and_version(url: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"null", b"\xff", b'{"model": "tiny", "prompt": NaN}', b"x" * 10_000])
-def test_a_body_that_is_no_json_is_400(url: str, body: bytes) -> None:
+def test_invalid_json_body_is_400(url: str, body: bytes) -> None:
     response = httpx.post(url + "/v1/completions", content=body, headers={"content-type": "application/json"}, timeout=PATIENCE_S)
     assert response.status_code == 400
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}

@@ -1,6 +1,6 @@
 """A machine on paper: steps with known costs, texts with known acceptance, chance from a seed and time from arithmetic.
 
-What a policy chooses is run as the engine would run it, and it is told what the engine would tell it.
+A policy's choice is run as the engine would run it, and the policy observes the same feedback.
 """
 
 import random
@@ -29,9 +29,9 @@ _MOST_BEHIND = 64  # tokens that a drafter falls behind a plain sequence
 def feedback(
     work: StepWork, outcomes: Sequence[DraftOutcome], draft_s: float, rest_s: float, has_prefill: bool = False
 ) -> StepFeedback:
-    """Return what a policy is told of a step."""
-    sizes, told = (work.num_rows, work.num_rounds, int(work.num_passes)), tuple(outcomes)
-    return StepFeedback(draft_s, rest_s, has_prefill, *sizes, lambda: work, lambda: told)
+    """Return what a policy observes of a step."""
+    sizes, reported = (work.num_rows, work.num_rounds, int(work.num_passes)), tuple(outcomes)
+    return StepFeedback(draft_s, rest_s, has_prefill, *sizes, lambda: work, lambda: reported)
 
 
 Chances = Callable[[int, int], float]  # (depth from 1, tokens generated): a drafted token is accepted, given that its parent was
@@ -70,7 +70,7 @@ class Machine:
 
 @dataclass
 class Text:
-    """One sequence: how its drafts fare. `offers` is the chance that a drafter that was asked has anything to say at all.
+    """One sequence: how its drafts fare. `offers` is the chance that a queried drafter drafts anything at all.
 
     `cached` is the chance that a tree is drafted from cached text, without the model. A noise-aware tree knows of each
     token its own chance, any of `odds`. The first `num_prompt` tokens of the context are a prompt that is still to be fed; the
@@ -109,17 +109,17 @@ class Text:
     def draft_by_chance(self, expansion: Expansion, growth_costs: GrowthCosts, chance: random.Random) -> tuple[NodeChances, int]:
         """Return the nodes of a noise-aware tree grown here, a chain, with how many of them are accepted, and its rounds."""
         kept: list[float] = []
-        worth, accepted, is_alive, rounds = 1.0, 0, True, 0
+        probability, accepted, is_alive, rounds = 1.0, 0, True, 0
         least_chances = growth_costs.least_chances(expansion)
         while len(kept) < min(expansion.max_depth, expansion.max_nodes):
-            if kept and worth * sum(self.odds) / len(self.odds) < growth_costs.level:
+            if kept and probability * sum(self.odds) / len(self.odds) < growth_costs.level:
                 break
             rounds += 1
             odds = chance.choice(self.odds)
-            worth *= odds
-            if worth < least_chances[len(kept)]:
+            probability *= odds
+            if probability < least_chances[len(kept)]:
                 break
-            kept.append(worth)
+            kept.append(probability)
             is_alive = is_alive and chance.random() < odds
             accepted += is_alive
         least = growth_costs.complete_above(expansion, kept)
@@ -143,7 +143,7 @@ class Text:
 class Ran:
     """What a run brought. Tokens are expected ones: what was chosen is judged, not its luck.
 
-    `foretold` has the seconds that the policy expected of a step and those that it took, where something was expected.
+    `predicted` has the seconds that the policy expected of a step and those that it took, where something was expected.
     """
 
     num_tokens: float = 0.0
@@ -158,7 +158,7 @@ class Ran:
         return self.num_tokens / self.seconds
 
     @property
-    def foretold_share(self) -> float:
+    def predicted_share(self) -> float:
         """What was expected of all steps together over what they took."""
         return sum(one for one, _ in self.predicted) / sum(seen for _, seen in self.predicted)
 
@@ -191,8 +191,8 @@ def run(
 
     The machine's true seconds count; the policy observes blurred ones, and is shown what `shown` makes of the views.
     """
-    chance, ran, asked = random.Random(seed), Ran(), _Asked(policy, shown)
-    cache = CachedChoice(asked)
+    chance, ran, counted = random.Random(seed), Ran(), _CountingPolicy(policy, shown)
+    cache = CachedChoice(counted)
     for _ in range(num_steps):
         views = [text.view(text.name or str(index)) for index, text in enumerate(texts)]
         composition = None if any(text.num_prompt for text in texts) else 0
@@ -205,7 +205,7 @@ def run(
                 ran.num_tokens += step.decode(text, view, wished, chance)
         work = step.work
         draft_s, rest_s = machine.draft_s(work), machine.rest_s(work)
-        ran.seconds += draft_s + rest_s + machine.choose_s * asked.take_count()
+        ran.seconds += draft_s + rest_s + machine.choose_s * counted.take_count()
         ran.choices.append(choice.expansions)
         ran.reasons.append(choice.reason)
         ran.growth_costs.append(choice.growth_costs)
@@ -216,7 +216,7 @@ def run(
     return ran
 
 
-class _Asked:
+class _CountingPolicy:
     """A policy that counts how often it chooses."""
 
     def __init__(self, policy: ExpansionPolicy, shown: Callable[[list[SequenceView]], Sequence[SequenceView]]) -> None:

@@ -1,4 +1,4 @@
-"""Roots on paper: what is known of them tells, by a rule of its own, how every tree fares there."""
+"""Roots on paper: their features determine, by a rule of its own, how every tree fares there."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def facts_of(acceptance: Sequence[float | None], seed: int = 0) -> RootFacts:
     target_BD = rng.normal(size=(count, WIDTHS[0])).astype(np.float32)
     target_BD[:, 0] = np.log(chances_B / (1.0 - chances_B))
     scalars_BS = rng.uniform(0.0, 1.0, (count, len(ROOT_SCALARS))).astype(np.float32)
-    scalars_BS[:, 0] = 5.0 * (1.0 - chances_B) + rng.normal(0.0, 1.0, count)  # the entropy tells it roughly
+    scalars_BS[:, 0] = 5.0 * (1.0 - chances_B) + rng.normal(0.0, 1.0, count)  # the entropy shows it roughly
     draft_BW = rng.normal(size=(count, WIDTHS[1])).astype(np.float32)
     for part in (target_BD, draft_BW, scalars_BS):
         part[~is_known_B] = 0.0

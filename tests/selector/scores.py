@@ -104,7 +104,7 @@ def after_changes() -> dict[tuple[float, float], float]:
 
 
 def unlike_texts() -> list[Text]:
-    """Return eight texts, of which every other one is worth drafting for."""
+    """Return eight texts; drafting pays for every other one."""
     return [Text(flat(0.9 if index % 2 else 0.05), context=100) for index in range(8)]
 
 
@@ -166,7 +166,7 @@ def wrong_profile() -> dict[int, float]:
 
 
 def dear_drafter(factor: float = 300.0) -> float:
-    """Return the rate over plain decoding's where a pass takes that many times as long as its profile says: thirty steps."""
+    """Return thirty steps' rate over plain decoding's, where a pass takes that many times as long as its profile predicts."""
     truly = Machine(pass_s=factor * USUAL.pass_s)
     policy, texts = adaptive(USUAL), texts_of(0.9, 1)
     run(policy, truly, texts, 100)

@@ -36,19 +36,19 @@ def expected(estimator: CountedAcceptance, text: Text, expansion: Expansion, nam
 
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.95])
 @pytest.mark.parametrize("tried", [[Expansion(4, 1, 0)], [TREE], [FORK, Expansion(3, 1, 0)]], ids=["chain", "tree", "mixed"])
-def test_every_entry_is_foretold_from_a_few(tried, chance):
+def test_every_entry_is_predicted_from_few(tried, chance):
     estimator, text = taught(tried, flat(chance))
     for entry in MENU.entries:
         assert expected(estimator, text, entry) == pytest.approx(text.expected_tokens(entry), rel=0.2), entry
 
 
-def test_depths_are_told_apart():
+def test_depths_are_distinguished():
     estimator, text = taught([Expansion(4, 1, 0)], lambda depth, num_generated: 0.9 if depth <= 2 else 0.1)
     assert expected(estimator, text, Expansion(2, 1, 0)) == pytest.approx(2.71, rel=0.1)
     assert expected(estimator, text, Expansion(4, 1, 0)) == pytest.approx(2.80, rel=0.1)
 
 
-def test_silence_is_foretold():
+def test_missing_drafts_are_predicted():
     estimator, text = taught([Expansion(4, 1, 0)], flat(0.9), offers=0.25)
     estimates = estimator.estimate([text.view("r")])
     place = MENU.index[Expansion(4, 1, 0)]
@@ -74,7 +74,7 @@ def test_new_sequence_begins_as_its_kind():
     assert np.array_equal(rows, np.concatenate([estimator.estimate([view]).tokens for view in views]))
 
 
-def test_id_that_begins_anew_knows_nothing():
+def test_restarted_id_has_no_history():
     estimator, _ = taught([Expansion(4, 1, 0)], lambda depth, num_generated: 0.95 if num_generated < 900 else 0.0)
     assert expected(estimator, Text(flat(0.0), num_generated=9), Expansion(4, 1, 0)) < 1.5
     assert expected(estimator, Text(flat(0.0)), Expansion(4, 1, 0)) > 2.0, "as its kind, no longer as that sequence"
@@ -85,7 +85,7 @@ ALL = menu_for_all(Expansion(4, 1, 0), "traversal")
 
 @pytest.mark.parametrize("has_delayed", [False, True])
 def test_part_of_menu_has_whole_numbers(has_delayed):
-    """With trees of both kinds behind it; what was asked of a part before something was learnt is not what it says after."""
+    """With trees of both kinds behind it; estimates of a part change after something was learnt."""
     tried = [entry for entry in ALL.entries if entry.num_draft_tokens in (3, 8)]
     part = Menu(tuple(one for one in ALL.entries[::2] if has_delayed or one.is_plain or not one.is_delayed))
     places = [ALL.index[entry] for entry in part.entries]
@@ -101,7 +101,7 @@ def test_part_of_menu_has_whole_numbers(has_delayed):
         text.num_generated += accepted + 1
 
 
-def test_strangers_and_plain_rows_say_nothing():
+def test_unknown_and_plain_rows_change_nothing():
     estimator, text = taught([Expansion(4, 1, 0)], flat(0.5), 50)
     before = estimator.estimate([text.view("r")]).tokens
     estimator.observe([DraftOutcome("stranger", Expansion(4, 1, 0), 4, 4, 4), DraftOutcome("r", PLAIN, 0, 0, 0)])
@@ -184,7 +184,7 @@ def test_best_tokens_of_countable_shapes():
     assert best_tokens(Expansion(0, 4, 8, "heap", 16), 0.0) == pytest.approx(1.0)
 
 
-def test_kinds_tell_distributions_apart():
+def test_kinds_separate_distributions():
     views = [Text(flat(0.5), temperature=temperature).view("r") for temperature in (0.0, 0.4, 1.0, 1.5)]
     assert len({kind_of(view.sampling, "traversal") for view in views}) == 4
     assert kind_of(views[0].sampling, "traversal") == kind_of(views[0].sampling, "coupled")
@@ -202,7 +202,7 @@ def test_often_empty_trees_bring_less():
     assert estimator.estimate([view]).tokens[0, menu.index[wished]] == pytest.approx(1.4, abs=0.15)
 
 
-def test_useless_drafter_is_known_to_newcomers():
+def test_new_sequences_know_a_useless_drafter():
     """Whatever looks best is tried, and nothing is accepted."""
     largest = Expansion(0, 3, 6, "beam", 64)
     menu = menu_of(largest, "coupled", largest)
@@ -218,18 +218,18 @@ def tokens_of_deep_trees(paths: list[int]) -> list[float]:
     shallow, deep = Expansion(0, 4, 2, "beam", 6), Expansion(0, 4, 8, "beam", 16)
     menu = menu_of(deep, "coupled")
     estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
-    told = []
+    estimates = []
     for path in paths:
-        told.append(float(estimator.estimate([view]).tokens[0, menu.index[deep]]))
+        estimates.append(float(estimator.estimate([view]).tokens[0, menu.index[deep]]))
         estimator.observe([DraftOutcome("r", shallow, 6, 2, path)])
-    return told
+    return estimates
 
 
 def test_whole_short_paths_promise_deep_ones():
     """What is seen is cut off at two; a mean of what came would not go beyond 2.5."""
-    told = tokens_of_deep_trees([2] * 12)
-    assert told[0] < 3.5 < told[6]
-    assert told[11] > 4.0
+    estimates = tokens_of_deep_trees([2] * 12)
+    assert estimates[0] < 3.5 < estimates[6]
+    assert estimates[11] > 4.0
     assert tokens_of_deep_trees([0] * 12)[11] < 1.8
 
 
@@ -237,7 +237,7 @@ FOUR_DEEP = Expansion(0, 4, 4, "beam", 8)
 OF_FOUR_DEEP = menu_of(FOUR_DEEP, "coupled")
 
 
-def told_after(estimator: CountedAcceptance, name: str, paths: list[int]) -> float:
+def estimate_after(estimator: CountedAcceptance, name: str, paths: list[int]) -> float:
     """Return what a tree of four levels is expected to bring a sequence after these paths through such trees."""
     view = Text(flat(0.0), num_generated=5).view(name)
     for path in paths:
@@ -247,12 +247,12 @@ def told_after(estimator: CountedAcceptance, name: str, paths: list[int]) -> flo
 
 
 @pytest.mark.parametrize(("usual", "other"), [(0, 4), (4, 0)])
-def test_what_never_came_is_still_possible(usual, other):
-    """5,000 trees of one regime, and then a sequence of the other is told apart in a few."""
+def test_unseen_regime_is_still_learnt(usual, other):
+    """After 5,000 trees of one regime, a sequence of the other is recognised in a few."""
     estimator = CountedAcceptance(OF_FOUR_DEEP)
     for number in range(100):
-        told_after(estimator, f"r{number}", [usual] * 50)
-    assert abs(told_after(estimator, "another", [other] * 5) - (1 + other)) < 1.3
+        estimate_after(estimator, f"r{number}", [usual] * 50)
+    assert abs(estimate_after(estimator, "another", [other] * 5) - (1 + other)) < 1.3
 
 
 def test_sequences_that_are_gone_are_forgotten():
@@ -262,7 +262,7 @@ def test_sequences_that_are_gone_are_forgotten():
     assert len(estimator._own) < 20
 
 
-def nodes_told(chances: tuple[float, ...], least: float) -> NodeChances:
+def nodes_with(chances: tuple[float, ...], least: float) -> NodeChances:
     return NodeChances(chances, tuple(range(1, len(chances) + 1)), (), least)
 
 
@@ -271,7 +271,7 @@ def test_tree_has_no_evidence_below_its_bound():
     estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5, temperature=0.0).view("r")
     before = estimator.estimate([view])
     for _ in range(50):
-        outcome = DraftOutcome("r", menu.entries[-1], 2, 3, 0, nodes_told((0.95, 0.8), 0.6))
+        outcome = DraftOutcome("r", menu.entries[-1], 2, 3, 0, nodes_with((0.95, 0.8), 0.6))
         estimator.estimate([view])
         estimator.observe([outcome])
     after = estimator.estimate([view])

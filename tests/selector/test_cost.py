@@ -65,7 +65,7 @@ def test_noise_and_outliers_do_little_harm():
     assert worst_error(taught(CostModel(), 400, noise=0.15, outliers=0.05)) < 0.2
 
 
-def test_it_follows_a_machine_that_slows_down():
+def test_costs_follow_a_slower_machine():
     """All coefficients follow, seen or not: after 30 plain steps at a third of the speed, drafting is known to be slower too."""
     costs = taught(CostModel())
     before = predicted(costs, work(5, 4))
@@ -79,7 +79,7 @@ def test_own_errors_alone_would_not_follow(monkeypatch):
     monkeypatch.setattr(cost, "_COMMON_VARIANCE", 0.0)
     monkeypatch.setattr(cost, "_MEMORY_VARIANCE", 0.0)
     with pytest.raises(AssertionError):
-        test_it_follows_a_machine_that_slows_down()
+        test_costs_follow_a_slower_machine()
 
 
 def roofline_s(one: StepWork, memory_s: float) -> float:
@@ -104,16 +104,16 @@ def rise_where_memory_is_slow() -> float:
     return (predicted(costs, work(8)) - predicted(costs, work(1))) / (roofline_s(work(8), 0.018) - roofline_s(work(1), 0.018))
 
 
-def test_what_slow_memory_hides_stays_cheap():
+def test_tokens_hidden_by_memory_stay_cheap():
     """Small steps take 1.6 times as long, because reading does; tokens more would cost less than before."""
     assert 0.7 < rise_where_memory_is_slow() < 1.5
 
 
-def test_common_errors_alone_make_tokens_dear(monkeypatch):
+def test_common_errors_alone_make_tokens_expensive(monkeypatch):
     monkeypatch.setattr(cost, "_MEMORY_VARIANCE", 0.0)
     monkeypatch.setattr(cost, "_COMMON_VARIANCE", 1.0)
     with pytest.raises(AssertionError):
-        test_what_slow_memory_hides_stays_cheap()
+        test_tokens_hidden_by_memory_stay_cheap()
 
 
 def test_without_a_bound_outliers_lead_astray(monkeypatch):
@@ -158,7 +158,7 @@ def test_disturbances_teach_nothing_of_unseen_work():
     check_share()
 
 
-def test_ever_less_sure_filter_is_noticed(monkeypatch):
+def test_ever_less_sure_filter_is_detected(monkeypatch):
     """To grow what it is unsure of, each time, leaves no bound; in the end no variance is one."""
     monkeypatch.setattr(cost, "FORGOTTEN", -1.0)
     with pytest.raises((AssertionError, TypeError)):

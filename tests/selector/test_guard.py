@@ -1,4 +1,4 @@
-"""A policy that raises costs no request its step: the fixed expansion is drafted, metrics say so, the log says why once."""
+"""A policy that raises costs no request its step: the fixed expansion is drafted, counted, and logged once with its reason."""
 
 import logging
 
@@ -28,7 +28,7 @@ class Failing:
         raise KeyError("no such request")
 
 
-def test_what_fails_is_replaced_and_told_once(caplog: pytest.LogCaptureFixture):
+def test_failing_policy_is_replaced_and_logged_once(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         ran = run(GuardedPolicy(Failing(), CHAIN), Machine(), [Text(flat(0.5)), Text(flat(0.5))], 4)
     assert ran.choices == [(CHAIN, CHAIN), (PLAIN, PLAIN)] * 2

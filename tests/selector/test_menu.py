@@ -57,7 +57,7 @@ def test_default_menu_is_the_paper_s():
     assert 50 < len(menu) < 128
 
 
-def test_noise_aware_trees_come_by_least_chance():
+def test_noise_aware_entries_vary_by_threshold():
     largest = Expansion(0, 2, 8, "noise_aware", 20)
     entries = menu_of(largest, "coupled", largest).entries[1:]
     assert {replace(entry, max_nodes=20, least_chance=0.0) for entry in entries} == {largest}
@@ -111,7 +111,7 @@ def test_all_but_the_last_level_is_fed(tree, num_fed):
 
 
 @pytest.mark.parametrize("entries", [(), (Expansion(1, 1, 0),), (PLAIN, PLAIN), (PLAIN, Expansion(2, 1, 0), Expansion(1, 1, 0))])
-def test_menus_that_are_none(entries):
+def test_invalid_menus_are_refused(entries):
     with pytest.raises(ValueError, match="menu"):
         Menu(entries)
 

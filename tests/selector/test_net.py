@@ -1,4 +1,4 @@
-"""The network: untrained it counts, deeper and wider never bring less, and what it cannot tell is counted."""
+"""The network: untrained it counts, deeper and wider never bring less, and counting replaces what it cannot predict."""
 
 import logging
 
@@ -34,7 +34,7 @@ def net_of(menu: Menu = MENU, seed: int | None = None, objective="tokens", rules
     return net.eval()
 
 
-def told(net: SelectorNet) -> np.ndarray:
+def tokens_of(net: SelectorNet) -> np.ndarray:
     with torch.inference_mode():
         return np.asarray(net(Inputs.of(EXAMPLES.features, [1] * len(EXAMPLES))).numpy())
 
@@ -55,7 +55,7 @@ def check_monotone(tokens_BM: np.ndarray) -> None:
 
 @given(st.integers(1, 10_000))
 def test_larger_tree_never_brings_less(seed):
-    tokens_BM = told(net_of(seed=seed))
+    tokens_BM = tokens_of(net_of(seed=seed))
     check_monotone(tokens_BM)
     assert (tokens_BM[:, 0] == 1.0).all()
     assert (tokens_BM <= MENU.depths + 1).all()
@@ -65,13 +65,13 @@ def test_larger_tree_never_brings_less(seed):
 def test_increments_of_any_sign_would_show(monkeypatch):
     monkeypatch.setattr("selector.network.net.functional.softplus", lambda x: x)
     with pytest.raises(AssertionError):
-        check_monotone(told(net_of(seed=1)))
+        check_monotone(tokens_of(net_of(seed=1)))
 
 
 def test_a_network_that_has_learnt_nothing_counts():
     chains = [place for place, entry in enumerate(MENU.entries) if entry.branches == 1]
-    assert told(net_of())[:, chains] == pytest.approx(EXAMPLES.counted_RM[:, chains], abs=0.02)
-    assert told(net_of()) == pytest.approx(EXAMPLES.counted_RM, abs=0.1)
+    assert tokens_of(net_of())[:, chains] == pytest.approx(EXAMPLES.counted_RM[:, chains], abs=0.02)
+    assert tokens_of(net_of()) == pytest.approx(EXAMPLES.counted_RM, abs=0.1)
 
 
 def test_own_shaped_trees_are_refused():
@@ -79,14 +79,14 @@ def test_own_shaped_trees_are_refused():
         increments_of(menu_of(Expansion(0, 4, 8, "heap", 16), "traversal"))
 
 
-def test_a_file_comes_back_with_its_recipe(tmp_path):
+def test_file_is_read_with_its_recipe(tmp_path):
     net = net_of(seed=3)
     net.standardise(EXAMPLES.scalars_RS)
     net.save(tmp_path / "net.safetensors", {"command": "made by hand"})
     again, recipe = SelectorNet.load(tmp_path / "net.safetensors")
     assert recipe == {"command": "made by hand"}
     assert again.shape == net.shape
-    assert (told(again) == told(net)).all()
+    assert (tokens_of(again) == tokens_of(net)).all()
 
 
 def test_file_of_another_format_is_refused(tmp_path):
@@ -133,7 +133,7 @@ def test_unknown_roots_are_counted():
     assert roots.is_watched
 
 
-def test_it_goes_on_counting():
+def test_estimator_continues_counting():
     roots = PaperRoots({"r": 0.5})
     estimator = NetEstimator(MENU, net_of(), roots)
     chain = MENU.index[Expansion(4, 1, 0)]
@@ -169,7 +169,7 @@ def test_oldest_of_many_sequences_are_read():
 
 
 def test_noise_aware_rows_are_not_read():
-    """Eight greedy rows beside a younger one that draws: of their trees the network says nothing."""
+    """Eight greedy rows beside a younger sampled one: the network has no prediction for their trees."""
     menu = menu_for_all(Expansion(4, 1, 0), "traversal")
     names = [f"r{index}" for index in range(9)]
     views = [view(name, temperature=float(name == "r8")) for name in names]

@@ -51,7 +51,7 @@ def check_near_best_fixed() -> None:
     assert mean(shares.values()) > 0.98, shares
 
 
-def test_it_comes_near_the_best_fixed_choice():
+def test_policy_nears_the_best_fixed_choice():
     check_near_best_fixed()
 
 
@@ -61,7 +61,7 @@ def test_without_lessons_it_does_not(monkeypatch):
         check_near_best_fixed()
 
 
-def test_it_follows_a_text_that_changes():
+def test_policy_follows_changing_text():
     assert mean(scores.after_changes().values()) > 0.975
 
 
@@ -79,12 +79,12 @@ def test_nodes_go_where_they_are_accepted():
     assert scores.unlike_sequences() > 1.1
 
 
-def test_one_tree_for_all_is_noticed(monkeypatch):
+def test_one_tree_for_all_is_detected(monkeypatch):
     monkeypatch.setattr("selector.policy.Search", AllOrNone)
     assert scores.unlike_sequences() < 1.0
 
 
-def test_noise_aware_trees_beat_one_least_chance():
+def test_noise_aware_trees_beat_one_threshold():
     assert mean(scores.noise_aware().values()) > 1.03
 
 
@@ -130,7 +130,7 @@ def num_changes() -> int:
     return sum(one != other for one, other in pairwise(ran.choices[200:]))
 
 
-def test_it_does_not_flap():
+def test_policy_does_not_flap():
     assert num_changes() < 35
 
 
@@ -149,14 +149,14 @@ def test_wrong_profile_kills(where, name, value, monkeypatch):
     assert min(scores.wrong_profile().values()) < 0.6
 
 
-def test_dear_drafter_costs_its_share():
+def test_expensive_drafter_costs_its_share():
     assert scores.dear_drafter() > 0.97
 
 
 @pytest.mark.parametrize(
     ("where", "name", "value"), [(Probes, "can_pay", lambda *_: True), (CostModel, "observe", lambda *_: None)]
 )
-def test_dear_drafter_kills(where, name, value, monkeypatch):
+def test_expensive_drafter_kills(where, name, value, monkeypatch):
     monkeypatch.setattr(where, name, value)
     assert scores.dear_drafter() < 0.9
 
@@ -196,7 +196,7 @@ def check_load(policy: ExpansionPolicy) -> None:
     assert sum(not choice[0].is_plain for choice in again.choices) >= 15
 
 
-def test_it_follows_the_load():
+def test_policy_follows_the_load():
     check_load(adaptive(USUAL))
 
 
@@ -206,7 +206,7 @@ def test_no_fixed_tree_follows_the_load(fixed):
         check_load(scores.Always(fixed))
 
 
-def test_silent_drafter_is_asked_where_cheap():
+def test_silent_drafter_is_used_where_cheap():
     text, policy = Text(flat(0.9), offers=0.2, context=100), adaptive(CHEAP)
     run(policy, CHEAP, [text], 150)
     assert run(policy, CHEAP, [text], 100, seed=1).rate > 1.2 * fixed_rate(CHEAP, [text], PLAIN)
@@ -260,7 +260,7 @@ def test_requests_own_trees_are_left_alone():
     check_own_trees()
 
 
-def test_overruled_requests_are_noticed(monkeypatch):
+def test_overruled_requests_are_detected(monkeypatch):
     monkeypatch.setattr(SequenceView, "is_free", True)
     with pytest.raises(AssertionError):
         check_own_trees()
@@ -277,7 +277,7 @@ def beside_an_own_tree(speculation: Speculation, kind: type[AdaptiveExpansion] =
 
 
 class ForgetsOwnTrees(AdaptiveExpansion):
-    """Takes a tree that a request asks for itself to bring no more than plain decoding."""
+    """Takes a tree of a request's own fields to bring no more than plain decoding."""
 
     def _batch(self, views, own):
         self._own_tokens = dict.fromkeys(self._own_tokens, 1.0)
@@ -285,7 +285,7 @@ class ForgetsOwnTrees(AdaptiveExpansion):
 
 
 @pytest.mark.parametrize(("kind", "is_right"), [(AdaptiveExpansion, True), (ForgetsOwnTrees, False)])
-def test_own_trees_tokens_make_seconds_dear(kind, is_right):
+def test_own_tree_tokens_make_time_expensive(kind, is_right):
     share = beside_an_own_tree(Speculation(), kind) / beside_an_own_tree(Speculation(is_enabled=False))
     assert (share > 0.98) == is_right
 
@@ -302,7 +302,7 @@ def test_nothing_is_drafted_beyond_the_end():
     check_end()
 
 
-def test_drafts_beyond_the_end_are_noticed(monkeypatch):
+def test_drafts_beyond_the_end_are_detected(monkeypatch):
     monkeypatch.setattr(Menu, "allowed_for", lambda menu, views: (menu, None))
     with pytest.raises(AssertionError):
         check_end()
@@ -335,16 +335,16 @@ PREDICTED = {
 }
 
 
-def foretold_share(name: str) -> float:
+def predicted_share(name: str) -> float:
     """Return expected over true seconds of all steps, after a warm-up; a fifth of a step is drafting where that pays."""
     policy, texts = adaptive(USUAL), deepcopy(PREDICTED[name])
     run(policy, USUAL, texts, 80)
-    return run(policy, USUAL, texts, 150, seed=1).foretold_share
+    return run(policy, USUAL, texts, 150, seed=1).predicted_share
 
 
 @pytest.mark.parametrize("name", PREDICTED)
-def test_foretold_seconds_are_those_taken(name):
-    assert foretold_share(name) == pytest.approx(1.0, abs=0.06)
+def test_predicted_seconds_match_actual_seconds(name):
+    assert predicted_share(name) == pytest.approx(1.0, abs=0.06)
 
 
 class CountsEveryPass(AdaptiveExpansion):
@@ -358,7 +358,7 @@ class CountsEveryPass(AdaptiveExpansion):
 def test_passes_that_cached_text_spares_count():
     policy, texts = adaptive(USUAL, kind=CountsEveryPass), deepcopy(PREDICTED["cached"])
     run(policy, USUAL, texts, 80)
-    assert run(policy, USUAL, texts, 150, seed=1).foretold_share > 1.06
+    assert run(policy, USUAL, texts, 150, seed=1).predicted_share > 1.06
 
 
 def choices_beside_a_prompt() -> set[tuple[Expansion, ...]]:
@@ -372,7 +372,7 @@ def test_prompts_are_fed_beside_plain_decoding():
     assert choices_beside_a_prompt() == {(PLAIN, PLAIN)}
 
 
-def test_trees_beside_prompts_are_noticed(monkeypatch):
+def test_trees_beside_prompts_are_detected(monkeypatch):
     monkeypatch.setattr("selector.policy.composition_of", lambda views: 0)
     assert choices_beside_a_prompt() != {(PLAIN, PLAIN)}
 
@@ -418,7 +418,7 @@ def test_failed_lesson_costs_one_choice(caplog):
     assert "no lesson" in caplog.text
 
 
-def test_it_says_why_and_what_it_expects():
+def test_choice_reports_reason_and_expected_rate():
     policy, texts = adaptive(USUAL), texts_of(0.8, 1)
     reasons = run(policy, USUAL, texts, 200).reasons
     assert reasons.count(Reason.SPECULATION_PAYS) > 150
@@ -443,7 +443,7 @@ def test_trees_end_where_they_stop_paying():
     check_growth_costs()
 
 
-def test_free_growth_is_noticed(monkeypatch):
+def test_free_growth_is_detected(monkeypatch):
     monkeypatch.setattr(Search, "growth_costs", lambda *_: FREE_GROWTH)
     with pytest.raises(AssertionError):
         check_growth_costs()
@@ -464,7 +464,7 @@ def test_probe_levels_are_shared_by_all():
     check_probe_levels()
 
 
-def test_probe_levels_paid_alone_are_noticed(monkeypatch):
+def test_probe_levels_paid_alone_are_detected(monkeypatch):
     shared = Search.growth_costs
     monkeypatch.setattr(Search, "growth_costs", lambda self, step, _: shared(self, step, sum(map(bool, step.places))))
     with pytest.raises(AssertionError):

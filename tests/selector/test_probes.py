@@ -26,7 +26,7 @@ def test_probing_spends_no_more_than_its_share():
     assert 4000 * 0.004 < spent_on_probes() < 4000 * 0.005 + 2.5
 
 
-def test_probing_on_credit_is_noticed(monkeypatch):
+def test_probing_on_credit_is_detected(monkeypatch):
     monkeypatch.setattr(Probes, "can_pay", lambda *_: True)
     assert spent_on_probes() > 4000 * 0.005 + 2.5
 
@@ -44,7 +44,7 @@ def test_long_step_is_charged_within_bounds(most_lost, is_bounded, monkeypatch):
 
 @pytest.mark.parametrize(("tried", "accepted", "interval"), [(CHAIN, 0, 16), (CHAIN, 1, 8), (PLAIN, 0, 8)])
 def test_refused_probes_wait_twice_as_long(tried, accepted, interval):
-    """A probe for which there was no room says nothing."""
+    """A probe without room gives no information."""
     probes, text = Probes(), Text(flat(0.0))
     assert probes.due([text.view("r")], [True]) == ([], 8)
     text.num_generated = 8

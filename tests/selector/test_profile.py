@@ -34,7 +34,7 @@ def by_length(size: PassSize, count: int) -> float:
 
 @dataclass
 class PaperBench:
-    """Passes and drafts that last what scripts say, on a clock that only passes move. `seconds(size, n)` is the n-th time's."""
+    """Passes and drafts with scripted times, on a clock that only passes move. `seconds(size, n)` is the n-th time's."""
 
     seconds: Callable[[PassSize, int], float] = even
     draft_s: Callable[[int, int], float] = calm
@@ -82,7 +82,7 @@ def test_calm_measurement_of_sizes_is_sound():
     assert bench.now_s < PLENTY_S
 
 
-def test_slow_machine_is_measured_where_telling():
+def test_slow_machine_is_measured_at_key_sizes():
     """The first round alone takes longer than the budget."""
     bench = PaperBench(lambda size, count: 1.4)
     assert bench.profile(budget_s=6.0).is_sound

@@ -49,14 +49,14 @@ def search(
     return kind(MENU, Estimates(tokens, nodes, rounds), is_allowed, load or load_of(len(chances)), model)
 
 
-def search_by_chance(worth: list[list[float]], model: CostModel, kind: type[Search] = Search) -> Search:
+def search_by_chance(chances: list[list[float]], model: CostModel, kind: type[Search] = Search) -> Search:
     """Return a search for rows that have nodes of these chances, all on one level."""
     least = BY_CHANCE.least_chances[1:]
-    admitted = [[[chance for chance in row if chance >= bound] for bound in least] for row in worth]
+    admitted = [[[chance for chance in row if chance >= bound] for bound in least] for row in chances]
     tokens = np.array([[1.0, *(1.0 + sum(one) for one in row)] for row in admitted])
     nodes = np.array([[0.0, *(float(len(one)) for one in row)] for row in admitted])
-    rounds = np.tile(np.minimum(BY_CHANCE.depths, 1).astype(float), (len(worth), 1))
-    return kind(BY_CHANCE, Estimates(tokens, nodes, rounds), None, load_of(len(worth)), model)
+    rounds = np.tile(np.minimum(BY_CHANCE.depths, 1).astype(float), (len(chances), 1))
+    return kind(BY_CHANCE, Estimates(tokens, nodes, rounds), None, load_of(len(chances)), model)
 
 
 def step_of(one: Search, places: Sequence[int]) -> Step:
@@ -86,11 +86,11 @@ worths = st.lists(st.lists(st.floats(0.03, 1.0), max_size=6), min_size=1, max_si
 
 @given(worths, slopes, st.floats(0.001, 0.5))
 @example([[0.95], [0.95]], (0.001, 0.6), 0.01)  # room for one node
-def test_one_least_chance_is_near_the_optimum(worth, knees, pass_s):
-    one = search_by_chance(worth, costs(knees, pass_s))
+def test_one_threshold_is_near_the_optimum(chances, knees, pass_s):
+    one = search_by_chance(chances, costs(knees, pass_s))
     found = one.best()
     assert found.rate >= one.plain.rate
-    assert found.rate >= 0.93 * best_of_all(one, len(worth), BY_CHANCE)
+    assert found.rate >= 0.93 * best_of_all(one, len(chances), BY_CHANCE)
 
 
 class AllOrNone(Search):
@@ -103,7 +103,7 @@ class AllOrNone(Search):
         return np.array([best.places])
 
 
-def test_alike_rows_share_what_room_there_is():
+def test_equal_rows_share_the_room():
     """A knee at 8 tokens with 5 rows: three nodes fit, so three rows draft."""
     model = costs((0.001, 0.001, 0.001, 0.8), 0.01)
     one, mutant = search([0.6] * 5, model), search([0.6] * 5, model, kind=AllOrNone)
@@ -148,7 +148,7 @@ def test_dearer_tokens_never_buy_more(cost):
     assert spent[0] >= spent[1]
 
 
-def test_others_tokens_make_seconds_dear():
+def test_tokens_of_others_make_time_expensive():
     """What sequences that are not chosen for bring in a step is lost to a longer one."""
     model, alone = costs((0.2,), 0.2), load_of(1)
     beside = replace(alone, base=alone.base._replace(num_rows=4, num_tokens=4), base_tokens=12.0)
@@ -164,7 +164,7 @@ def test_probed_step_differs_in_its_rows():
     assert tried == [step_of(one, step.places) for step in tried]
 
 
-def test_loss_is_seconds_less_tokens_worth():
+def test_loss_is_seconds_minus_token_value():
     chosen = Step((0,), tokens=2.0, seconds=1.0)
     assert Step((1,), tokens=3.0, seconds=2.0).loss_s(chosen) == pytest.approx(0.5)
     assert chosen.loss_s(chosen) == 0.0
@@ -215,7 +215,7 @@ def test_hidden_room_is_shared_by_trees():
     check_crowd()
 
 
-def test_unspread_crowds_are_noticed(monkeypatch):
+def test_unspread_crowds_are_detected(monkeypatch):
     monkeypatch.setattr(searching, "_SPREAD", np.zeros(1))
     with pytest.raises(AssertionError):
         check_crowd()
@@ -242,10 +242,10 @@ def test_dearest_so_far_is_no_bundle():
 
 def test_rows_without_likely_nodes_stay_plain():
     """Each row that drafts has its drafter fed, whatever grows."""
-    costly, worth = costs((0.05,), 0.05, draft_token_s=0.1), [[0.9, 0.6], [], [0.04]]
-    best = search_by_chance(worth, costly).best()
+    costly, chances = costs((0.05,), 0.05, draft_token_s=0.1), [[0.9, 0.6], [], [0.04]]
+    best = search_by_chance(chances, costly).best()
     assert best.places[0] > 0 == best.places[1] == best.places[2]
-    assert search_by_chance(worth, costly, AllOrNone).best().rate < best.rate
+    assert search_by_chance(chances, costly, AllOrNone).best().rate < best.rate
 
 
 class OldestFirst(Search):

@@ -1,4 +1,4 @@
-"""Training and judging: what roots tell is found, held-out prompts stay so, scores count right."""
+"""Training and judging: the features of roots are used, held-out prompts stay so, scores count right."""
 
 import numpy as np
 import pytest
@@ -27,8 +27,8 @@ def aside(trained) -> tuple[Examples, np.ndarray, Examples, np.ndarray]:
 
 
 @pytest.mark.parametrize("objective", ["tokens", "policy"])
-def test_what_roots_tell_is_learnt(objective):
-    """Counting knows the mean alone; the table knows a blurred entropy; the network reads the state that says it all."""
+def test_root_features_are_learnt(objective):
+    """Counting knows the mean alone; the table knows a blurred entropy; the network reads the state, which determines it all."""
     trained = train(EXAMPLES, SECONDS, SelectorTrainingPlan(objective, max_epochs=60, patience=12, rate=3e-3, batch=32))
     held, held_s, rest, rest_s = aside(trained)
     chosen = [*baselines(rest, rest_s, held, held_s), chosen_by("net", trained.net, held, held_s)]
@@ -57,7 +57,7 @@ def test_parts_share_kinds_and_no_prompts():
         split_of(examples(num_prompts=4), PLAN)
 
 
-def test_a_folder_gives_back_what_was_added(tmp_path):
+def test_folder_returns_the_added_examples(tmp_path):
     folder = ExampleFolder(tmp_path / "examples")
     with pytest.raises(ValueError, match="no examples"):
         folder.read()
@@ -77,7 +77,7 @@ def test_a_folder_gives_back_what_was_added(tmp_path):
         Examples.joined([EXAMPLES, other])
 
 
-def test_folder_tells_of_its_run(tmp_path):
+def test_folder_names_its_run(tmp_path):
     """One that was added to holds shards of several runs: of those of the same kinds the widest command alone makes them all."""
     folder = ExampleFolder(tmp_path)
     for prompt, num_prompts in (("p-0", 2), ("p-1", 6), ("p-2", 4)):

@@ -32,7 +32,7 @@ async def test_an_answer_has_the_openai_shape():
     assert _prompt(engine) == "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
 
 
-async def test_usage_tells_what_of_the_prompt_was_cached():
+async def test_usage_counts_cached_prompt_tokens_once():
     """A prompt counts once, however many choices it has."""
     async with in_process(_engine(num_cached_tokens=16)) as client:
         usages = [(await client.post(URL, json=chat(n=n))).json()["usage"] for n in (1, 3)]
@@ -41,7 +41,7 @@ async def test_usage_tells_what_of_the_prompt_was_cached():
     assert response["usage"]["input_tokens_details"]["cached_tokens"] == 16
 
 
-async def test_an_answer_may_take_the_room_that_is_left():
+async def test_answer_length_defaults_to_remaining_context():
     engine = _engine(max_model_len=100)
     async with in_process(engine) as client:
         await client.post(URL, json=chat())
@@ -51,7 +51,7 @@ async def test_an_answer_may_take_the_room_that_is_left():
     assert limited.sampling.max_tokens == 7
 
 
-async def test_the_end_token_ends_the_answer_and_is_no_text():
+async def test_end_token_is_counted_but_not_text():
     end = byte_level().convert_tokens_to_ids("<|end|>")
     async with in_process(_engine(script=says([*IDS, end, *IDS]), eos_token_ids=(end,))) as client:
         answer = (await client.post(URL, json=chat(logprobs=True))).json()
@@ -60,7 +60,7 @@ async def test_the_end_token_ends_the_answer_and_is_no_text():
     assert answer["usage"]["completion_tokens"] == len(IDS) + 1 == len(choice["logprobs"]["content"])
 
 
-async def test_a_stream_begins_with_the_role_and_ends_with_the_finish():
+async def test_stream_starts_with_role_ends_with_finish():
     options = {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}
     async with in_process(_engine()) as client:
         whole = (await client.post(URL, json=chat(n=2, logprobs=True, top_logprobs=2))).json()
@@ -76,7 +76,7 @@ async def test_a_stream_begins_with_the_role_and_ends_with_the_finish():
         assert b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]).decode() == TEXT
 
 
-async def test_parts_of_text_are_lines_and_developer_is_system():
+async def test_text_parts_are_lines_developer_is_system():
     engine = _engine()
     messages = [
         {"role": "developer", "content": "be brief"},
@@ -149,7 +149,7 @@ REFUSED = {
 }
 
 
-async def test_neutral_values_are_accepted_and_others_refused_by_name():
+async def test_neutral_values_accepted_others_refused_by_name():
     async with in_process(_engine()) as client:
         for name, value in NEUTRAL.items():
             assert (await client.post(URL, json=chat(**{name: value}))).status_code == 200, name
@@ -169,23 +169,23 @@ async def test_neutral_values_are_accepted_and_others_refused_by_name():
         ({"role": "user", "content": "x", "name": "x" * 1025}, "messages.0.name"),
     ],
 )
-async def test_messages_that_cannot_be_honoured_are_refused(message: dict[str, object], param: str):
+async def test_unsupported_messages_are_refused(message: dict[str, object], param: str):
     async with in_process(_engine()) as client:
         response = await client.post(URL, json=chat(messages=[message]))
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith(param)
 
 
-async def test_an_answer_goes_on_with_the_last_message_or_opens_one_of_its_own():
+async def test_answer_continues_last_message_or_opens_new():
     engine = _engine()
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello "}]
-    said = "<|start|>user\nhi<|end|>\n<|start|>assistant\nhello "
+    conversation = "<|start|>user\nhi<|end|>\n<|start|>assistant\nhello "
     async with in_process(engine) as client:
         for options, prompt in [
-            ({}, f"{said}<|end|>\n<|start|>assistant\n"),
-            ({"add_generation_prompt": False}, f"{said}<|end|>\n"),
-            ({"continue_final_message": True}, said),
-            ({"continue_final_message": True, "add_generation_prompt": False}, said),
+            ({}, f"{conversation}<|end|>\n<|start|>assistant\n"),
+            ({"add_generation_prompt": False}, f"{conversation}<|end|>\n"),
+            ({"continue_final_message": True}, conversation),
+            ({"continue_final_message": True, "add_generation_prompt": False}, conversation),
         ]:
             assert (await client.post(URL, json=chat(messages=messages, **options))).status_code == 200
             assert _prompt(engine) == prompt
@@ -193,7 +193,7 @@ async def test_an_answer_goes_on_with_the_last_message_or_opens_one_of_its_own()
         assert (await client.post(URL, json=both)).json()["error"]["param"] == "continue_final_message"
 
 
-async def test_what_the_template_refuses_is_the_clients_error():
+async def test_refusal_by_template_is_client_error():
     messages = [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]
     async with in_process(_engine()) as client:
         response = await client.post(URL, json=chat(messages=messages))
@@ -201,7 +201,7 @@ async def test_what_the_template_refuses_is_the_clients_error():
     assert "system must come first" in response.json()["error"]["message"]
 
 
-async def test_a_model_without_a_template_has_no_chat(monkeypatch: pytest.MonkeyPatch):
+async def test_chat_without_template_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tests.api.harness.byte_level", byte_fallback)
     async with in_process(_engine()) as client:
         response = await client.post(URL, json=chat())

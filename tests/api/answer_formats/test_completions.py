@@ -1,4 +1,4 @@
-"""POST /v1/completions: what is accepted is honoured, what is not is refused by name, a stream says what the whole says."""
+"""POST /v1/completions: supported fields are honoured, others are refused by name, and a stream equals the whole answer."""
 
 import math
 from typing import Any
@@ -49,7 +49,7 @@ async def test_speculation_numbers_add_up():
     assert numbers["draft_acceptance_rate"] == pytest.approx(num_accepted / numbers["num_draft_tokens"])
 
 
-async def test_a_text_without_drafts_has_a_histogram_too():
+async def test_histogram_without_drafts_has_depth_zero():
     """The bug: it was empty, and aiperf, which expects a place for every depth from 0 on, took it for malformed."""
     async with in_process(_engine()) as client:
         answer = (await client.post("/v1/completions", json=completion(max_tokens=1))).json()
@@ -67,7 +67,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("chunks", [(1,), (3,), (2, 5), (100,)])
-async def test_a_stream_says_what_the_whole_says(options: dict[str, Any], chunks: tuple[int, ...]):
+async def test_stream_equals_whole_answer(options: dict[str, Any], chunks: tuple[int, ...]):
     body = completion(max_tokens=50, **options)
     spoken = [*IDS[:4], SPECIAL_ID, *IDS[4:], SPECIAL_ID]
     async with in_process(_engine(chunks=chunks, script=says(spoken))) as client:
@@ -87,7 +87,7 @@ async def test_a_stream_says_what_the_whole_says(options: dict[str, Any], chunks
                 assert [item for part in parts for item in part["logprobs"][key]] == choice["logprobs"][key]
 
 
-async def test_running_usage_is_in_every_chunk_and_grows_to_the_whole():
+async def test_running_usage_in_chunks_grows_to_total():
     options = {"include_usage": True, "continuous_usage_stats": True}
     fields = {"max_tokens": 50, "n": 2, "stream": True, "stop": "fox", "stream_options": options}
     async with in_process(_engine()) as client:
@@ -100,7 +100,7 @@ async def test_running_usage_is_in_every_chunk_and_grows_to_the_whole():
             assert all(chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] for chunk in chunks)
 
 
-async def test_running_usage_is_for_those_who_ask_for_usage():
+async def test_running_usage_without_usage_is_refused():
     async with in_process(_engine()) as client:
         for usage in ({}, {"include_usage": False}):
             body = completion(stream=True, stream_options={"continuous_usage_stats": True, **usage})
@@ -108,7 +108,7 @@ async def test_running_usage_is_for_those_who_ask_for_usage():
             assert error["param"] == "stream_options.continuous_usage_stats"
 
 
-async def test_the_stop_string_stays_where_it_is_asked_for():
+async def test_stop_string_is_kept_on_request():
     engine = _engine(chunks=(1, 2))
     body = completion(max_tokens=50, stop="d, the q", include_stop_str_in_output=True)
     async with in_process(engine) as client:
@@ -119,7 +119,7 @@ async def test_the_stop_string_stays_where_it_is_asked_for():
     assert engine.living == {}
 
 
-async def test_the_end_token_is_spelled_out_where_it_is_asked_for():
+async def test_end_token_is_spelled_out_on_request():
     engine = _engine(script=says([*IDS, SPECIAL_ID, *IDS]), eos_token_ids=(SPECIAL_ID,))
     texts = {}
     async with in_process(engine) as client:
@@ -141,7 +141,7 @@ async def test_the_end_token_is_spelled_out_where_it_is_asked_for():
         ({"truncate_prompt_tokens": -1, "max_tokens": 63}, 1),
     ],
 )
-async def test_the_last_tokens_of_a_prompt_are_kept(options: dict[str, int], num_kept: int):
+async def test_truncated_prompt_keeps_last_tokens(options: dict[str, int], num_kept: int):
     engine = FakeEngine(max_model_len=64)
     ids = list(range(5, 35))
     body = {"max_tokens": 4, **options}
@@ -154,7 +154,7 @@ async def test_the_last_tokens_of_a_prompt_are_kept(options: dict[str, int], num
     assert answer["usage"]["prompt_tokens"] == len(whole.prompt_ids) + len(short.prompt_ids)
 
 
-async def test_a_prompt_that_does_not_fit_is_cut_only_if_it_may_be():
+async def test_long_prompt_is_truncated_only_if_allowed():
     async with in_process(engine := FakeEngine(max_model_len=20)) as client:
         refused = await client.post("/v1/completions", json=completion(prompt=[5] * 20))
         too_much = await client.post(
@@ -162,17 +162,17 @@ async def test_a_prompt_that_does_not_fit_is_cut_only_if_it_may_be():
         )
         too_long = await client.post("/v1/completions", json=completion(prompt=[5] * 30, truncate_prompt_tokens=25))
         fits = await client.post("/v1/completions", json=completion(prompt=[5] * 30, truncate_prompt_tokens=-1))
-        asked = await client.post("/v1/chat/completions", json=chat(truncate_prompt_tokens=-1, messages=LONG_CHAT))
+        chat_answer = await client.post("/v1/chat/completions", json=chat(truncate_prompt_tokens=-1, messages=LONG_CHAT))
     assert [answer.status_code for answer in (refused, too_much, too_long)] == [400] * 3
     assert (fits.json()["usage"]["prompt_tokens"], fits.json()["usage"]["completion_tokens"]) == (4, 16)
-    assert (asked.json()["usage"]["prompt_tokens"], asked.json()["usage"]["completion_tokens"]) == (19, 1)
+    assert (chat_answer.json()["usage"]["prompt_tokens"], chat_answer.json()["usage"]["completion_tokens"]) == (19, 1)
     assert byte_level().decode(engine.requests[-1].prompt_ids).endswith("<|start|>assistant\n")
 
 
 LONG_CHAT = [{"role": "user", "content": "hello there, the quick brown fox"}]
 
 
-async def test_an_answer_is_named_as_the_client_names_the_request():
+async def test_answer_id_contains_client_request_id():
     async with in_process(_engine()) as client:
         for url, body, kind in (("/v1/completions", completion(), "cmpl"), ("/v1/chat/completions", chat(), "chatcmpl")):
             named = {**body, "request_id": "my-1.2:3_x"}
@@ -195,7 +195,7 @@ async def test_a_priority_is_the_engines_to_honour():
     assert (error["param"], error["message"]) == ("priority", "priority: must be at most 1000")
 
 
-async def test_a_stop_string_ends_the_request_in_the_engine_too():
+async def test_stop_string_aborts_engine_request():
     engine = _engine(chunks=(1, 2))
     async with in_process(engine) as client:
         answer = (await client.post("/v1/completions", json=completion(max_tokens=50, stop="d, the q"))).json()
@@ -206,7 +206,7 @@ async def test_a_stop_string_ends_the_request_in_the_engine_too():
     assert engine.living == {}
 
 
-async def test_tokens_that_are_half_a_character_are_spelled_as_bytes():
+async def test_partial_characters_are_spelled_as_bytes():
     smile = [byte_level().convert_tokens_to_ids(token) for token in ("ð", "Ł", "Ļ", "Ģ")]
     async with in_process(_engine(script=says(smile))) as client:
         answer = (await client.post("/v1/completions", json=completion(logprobs=0))).json()
@@ -216,7 +216,7 @@ async def test_tokens_that_are_half_a_character_are_spelled_as_bytes():
     assert choice["logprobs"]["top_logprobs"] is None
 
 
-async def test_the_chosen_token_is_among_the_top_ones():
+async def test_chosen_token_is_among_top_logprobs():
     async with in_process(_engine()) as client:
         answer = (await client.post("/v1/completions", json=completion(logprobs=2, max_tokens=2))).json()
     logprobs = answer["choices"][0]["logprobs"]
@@ -243,7 +243,7 @@ async def test_the_four_forms_of_a_prompt(prompt: object, expected: list[tuple[i
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
-async def test_bad_words_reach_the_engine_as_they_are_spelled_alone_and_after_a_space():
+async def test_bad_words_match_alone_and_after_space():
     engine = FakeEngine()
     async with in_process(engine) as client:
         answer = await client.post("/v1/completions", json=completion(bad_words=["fox", " brown", "fox"]))
@@ -358,7 +358,7 @@ async def test_neutral_values_are_accepted(name: str, value: object):
         assert (await client.post("/v1/completions", json=completion(**{name: value}))).status_code == 200
 
 
-async def test_other_values_are_refused_by_the_name_of_the_field():
+async def test_other_values_are_refused_by_field_name():
     async with in_process(FakeEngine()) as client:
         for name, values in REFUSED.items():
             outer, _, inner = name.partition(".")
@@ -369,8 +369,8 @@ async def test_other_values_are_refused_by_the_name_of_the_field():
                 assert error["param"].startswith(name), (name, value, error)
 
 
-async def test_a_minimum_without_a_token_that_goes_on_is_refused():
-    """Every token that could come would stop the text before its minimum: no law is left."""
+async def test_min_tokens_without_continuing_token_is_refused():
+    """Every token that is possible would stop the completion before its minimum, so no distribution is left."""
     only = {"allowed_token_ids": [4, 9], "min_tokens": 1}
     async with in_process(FakeEngine(eos_token_ids=(9,))) as client:
         refused = await client.post("/v1/completions", json=completion(**only, stop_token_ids=[4]))
@@ -380,14 +380,14 @@ async def test_a_minimum_without_a_token_that_goes_on_is_refused():
     assert (fine.status_code, no_minimum.status_code) == (200, 200)
 
 
-async def test_so_many_tokens_are_biased_and_no_more():
+async def test_logit_bias_beyond_limit_is_refused():
     async with in_process(FakeEngine(vocab_size=2000)) as client:
         fits = await client.post("/v1/completions", json=completion(logit_bias={str(i): 1 for i in range(1024)}))
         too_many = await client.post("/v1/completions", json=completion(logit_bias={str(i): 1 for i in range(1025)}))
     assert (fits.status_code, too_many.status_code) == (200, 400)
 
 
-async def test_a_bad_key_of_the_bias_is_told_of():
+async def test_bad_logit_bias_key_is_named():
     async with in_process(FakeEngine()) as client:
         error = (await client.post("/v1/completions", json=completion(logit_bias={"five": 1}))).json()["error"]
     assert (error["param"], error["message"]) == (
@@ -435,7 +435,7 @@ async def test_branches_without_depth_are_refused():
         ({"max_nodes": 0}, "speculative.max_nodes", "must be at least 1"),
     ],
 )
-async def test_trees_that_cannot_be_honoured_are_refused_by_name(wish, param, words):
+async def test_unsupported_trees_are_refused_by_name(wish, param, words):
     async with in_process(FakeEngine()) as client:
         answer = await client.post("/v1/completions", json=completion(speculative=wish))
     error = answer.json()["error"]
@@ -464,7 +464,7 @@ async def test_a_wish_reaches_the_engine(wish, expected):
 
 
 async def test_a_requested_tree_is_bounded():
-    """The bug: one client could ask for 1088 drafted tokens a step and take everybody's step budget."""
+    """The bug: one client could request 1088 drafted tokens a step, which used the step budget of all clients."""
     async with in_process(FakeEngine(), max_tree_tokens=10) as client:
         refused = await client.post("/v1/completions", json=completion(speculative={"trunk": 3, "branches": 2, "depth": 4}))
         fine = await client.post("/v1/completions", json=completion(speculative={"trunk": 2, "branches": 2, "depth": 4}))
@@ -496,7 +496,7 @@ async def test_prompts_times_n_is_bounded():
     assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
 
 
-async def test_more_choices_than_an_idle_engine_takes_are_refused_for_good():
+async def test_choices_beyond_engine_capacity_are_refused_permanently():
     """The bug: they were answered 503 with a Retry-After, however often they were tried."""
     async with in_process(FakeEngine(max_living=5), max_running=2, max_waiting=3) as client:
         too_many = await client.post("/v1/completions", json=completion(n=6))
@@ -505,7 +505,7 @@ async def test_more_choices_than_an_idle_engine_takes_are_refused_for_good():
     assert "the limit is 5" in too_many.json()["error"]["message"]
 
 
-async def test_what_does_not_fit_is_context_length_exceeded():
+async def test_oversized_request_is_context_length_exceeded():
     engine = FakeEngine(max_model_len=20)
     async with in_process(engine) as client:
         too_long = await client.post("/v1/completions", json=completion(prompt=[5] * 20))
@@ -524,7 +524,7 @@ async def test_an_unknown_model_is_404():
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_a_failure_before_the_first_output_is_plain_http_and_one_after_it_an_event():
+async def test_early_failure_is_http_late_is_event():
     async with in_process(_engine(fail_after=0)) as client:
         early = await client.post("/v1/completions", json=completion(stream=True))
         whole = await client.post("/v1/completions", json=completion())
@@ -544,7 +544,7 @@ async def test_one_failed_sample_ends_the_others():
         assert engine.living == {}
 
 
-async def test_a_full_queue_is_503_with_a_time_and_takes_all_samples_or_none():
+async def test_full_queue_is_503_with_retry_after():
     engine = FakeEngine(max_living=2)
     async with in_process(engine) as client:
         response = await client.post("/v1/completions", json=completion(n=3))

@@ -210,7 +210,7 @@ async def test_sampling_fields_are_honoured():
     assert (one.sampling.temperature, one.sampling.top_k, one.cache_salt) == (0.5, 7, two.cache_salt)
 
 
-async def test_answer_is_blocks_in_order_of_the_text():
+async def test_answer_blocks_follow_text_order():
     text = "\n".join(["Let me see.", written("weather", '{"place": "Oslo 日😀"}'), "and", written("time", "{}"), "so"])
     async with in_process(engine_of(text), tokenizer=calling()) as client:
         answer = (await client.post(URL, json=message(tools=TOOLS))).json()
@@ -269,7 +269,7 @@ async def test_a_cut_beginning_is_no_text(end: str, names: list[str]):
     assert without_ids(joined(stream)) == without_ids(answer)
 
 
-async def test_one_call_ends_an_answer_without_parallel_calls():
+async def test_first_call_ends_answer_without_parallel_calls():
     text = "\n".join([written("time", "{}")] * 2)
     async with in_process(engine_of(text), tokenizer=calling()) as client:
         choice = {"type": "auto", "disable_parallel_tool_use": True}
@@ -288,7 +288,7 @@ CUT = [
 
 
 @pytest.mark.parametrize(("arguments", "value"), CUT)
-async def test_input_is_an_object_whatever_the_model_writes(arguments: str, value: dict[str, Any]):
+async def test_tool_input_is_always_an_object(arguments: str, value: dict[str, Any]):
     """A number without limits in the arguments of a call cannot be written as JSON: it would be a 500."""
     text = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}'
     async with in_process(engine_of(text), tokenizer=calling()) as client:
@@ -392,7 +392,7 @@ async def test_thinking_is_switched_by_the_template(kind: str, is_switched: bool
     assert counted.json()["input_tokens"] == len(one.prompt_ids)
 
 
-async def test_thinking_of_earlier_turns_is_given_to_the_template():
+async def test_template_receives_thinking_of_earlier_turns():
     """It was left out of the prompt, also where the template shows it."""
     block = {"type": "thinking", "thinking": "hm", "signature": "unsigned"}
     turns = [*HELLO, {"role": "assistant", "content": [block, {"type": "text", "text": "hello"}]}, *HELLO]
@@ -486,7 +486,7 @@ async def test_answers_of_a_plain_tokenizer_end_too():
 
 
 def test_format_needs_running_usage():
-    """The start of a stream reports the tokens of the prompt, so the chat behind it asks for usage in every chunk."""
+    """The start of a stream reports the tokens of the prompt, so the chat behind it requests usage in every chunk."""
     body = ChatRequest.model_validate(chat(stream=True))
     with pytest.raises(KeyError):
         list(MessagesFormat(body.model, 1).chunks(None, {}))  # type: ignore[arg-type]

@@ -123,7 +123,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
-async def test_what_is_not_honoured_is_refused_by_name(fields: dict[str, Any], param: str):
+async def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], param: str):
     async with in_process(engine := engine_of("x"), tokenizer=calling()) as client:
         error = error_of(await client.post(URL, json=message(**fields)), 400, "invalid_request_error")
         names = {part.split(": ")[0] for part in error["message"].removeprefix("unknown parameter: ").split("; ")}
@@ -160,7 +160,7 @@ async def test_templates_without_tools_are_named():
             assert error["message"].startswith("messages.0.content.1: ")
 
 
-async def test_threads_are_refused_with_the_code_that_clients_know():
+async def test_threads_are_refused_with_known_code():
     async with in_process(engine_of("x")) as client:
         error = error_of(await client.post(URL, json=message(thread={"type": "create"})), 400, "invalid_request_error")
     assert error["details"] == {"error_code": "thread_unsupported_request"}
@@ -260,7 +260,7 @@ async def test_a_wrong_base_url_is_explained(path: str):
 
 
 async def test_other_routes_keep_their_shape():
-    """Only the models are read by clients of both APIs, and a header of one tells them apart."""
+    """Clients of both APIs read only the models; a header of one API distinguishes them."""
     version = {"anthropic-version": "2023-06-01"}
     async with in_process(FakeEngine(), api_keys=KEYS) as client:
         assert "param" in (await client.post("/v1/completions", json=completion(), headers=version)).json()["error"]
@@ -329,7 +329,7 @@ async def test_keys_are_written_nowhere(caplog: pytest.LogCaptureFixture):
     assert ALICE not in caplog.text
 
 
-async def test_pages_of_other_origins_may_send_the_header():
+async def test_other_origins_may_send_key_header():
     """A preflight request lists the headers of the request; a page reads the id of its request."""
     headers = {"Origin": "https://page.test", "Access-Control-Request-Method": "POST"}
     wanted = {"Access-Control-Request-Headers": "x-api-key,anthropic-version,content-type"}

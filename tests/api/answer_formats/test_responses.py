@@ -19,7 +19,7 @@ def _engine(**fields: Any) -> FakeEngine:
     return FakeEngine(**{"script": says([*IDS, END]), "chunks": (1, 3), "eos_token_ids": (END,), **fields})
 
 
-async def test_the_official_client_reads_answers_and_goes_on():
+async def test_official_client_reads_and_continues_answers():
     async with (
         over_loopback(engine := _engine()) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -43,7 +43,7 @@ async def test_the_official_client_reads_answers_and_goes_on():
 
 
 @pytest.mark.parametrize(("most", "status"), [(None, "completed"), (4, "incomplete")])
-async def test_a_stream_says_what_the_whole_says(most: int | None, status: str):
+async def test_stream_equals_whole_answer(most: int | None, status: str):
     async with (
         over_loopback(_engine()) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -93,13 +93,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
-async def test_what_is_not_honoured_is_refused_by_name(fields: dict[str, Any], param: str):
+async def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], param: str):
     async with in_process(_engine(), strict=True) as client:
         response = await client.post(URL, json={"model": MODEL, "input": "hi", **fields})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-async def test_a_failure_on_the_way_is_the_clients_exception():
+async def test_failure_midstream_raises_client_exception():
     async with (
         over_loopback(_engine(fail_after=1)) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,

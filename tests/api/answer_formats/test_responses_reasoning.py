@@ -25,7 +25,7 @@ async def test_reasoning_comes_before_the_message(special: bool | None):
 
 
 @pytest.mark.parametrize("stored", [False, True])
-async def test_reasoning_given_back_is_that_of_a_chat(stored: bool):
+async def test_returned_reasoning_gives_same_prompt_as_chat(stored: bool):
     """An answer with reasoning, text and a call; its items are given back, or named by their response."""
     engine = _engine(f"<think>\n{REASONING}\n</think>\n\nhm\n{CALL}", max_model_len=2000)
     async with in_process(engine, tokenizer=thinking()) as client:
@@ -66,7 +66,7 @@ async def test_reasoning_that_is_cut_has_no_message():
     assert answer["status"] == "incomplete"
 
 
-async def test_effort_is_named_where_the_template_ignores_it():
+async def test_effort_is_reported_when_template_ignores_it():
     backend = byte_level().backend_tokenizer
     reading = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|end|>", chat_template="{{ reasoning_effort }}" + CHAT_TEMPLATE

@@ -133,7 +133,7 @@ async def test_parallel_false_ends_behind_one_call():
     assert answer["parallel_tool_calls"] is False
 
 
-async def test_an_answer_as_input_is_the_prompt_of_a_chat():
+async def test_answer_as_input_gives_chat_prompt():
     """The items of an output, given back whole, and their results: the prompt is that of the chat with the same messages."""
     engine = _engine()
     async with in_process(engine, tokenizer=calling()) as client:

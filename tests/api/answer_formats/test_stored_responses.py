@@ -77,7 +77,7 @@ async def test_outputs_of_calls_continue_a_stored_response():
     assert called(second)
 
 
-async def test_items_of_stored_responses_are_found_by_reference():
+async def test_stored_items_are_found_by_reference():
     """The Vercel client replaces earlier texts by references."""
     engine = _fake()
     async with in_process(engine) as client:
@@ -114,7 +114,7 @@ async def test_a_stored_response_is_the_answer(stream: bool):
         assert (await client.delete(f"{URL}/{answer['id']}")).status_code == 404
 
 
-async def test_what_is_not_stored_is_unknown():
+async def test_unstored_response_is_unknown():
     async with in_process(_fake()) as client:
         answer = await _created(client, store=False)
         assert answer["store"] is False
@@ -144,7 +144,7 @@ async def test_a_failed_response_is_not_stored():
         assert await _status(client, failed["id"]) == 404
 
 
-async def test_an_id_of_one_key_is_unknown_to_another():
+async def test_response_id_is_unknown_to_other_keys():
     async with in_process(_fake(), api_keys=KEYS) as client:
         mine, other = map(_as, KEYS)
         answer = (await client.post(URL, json=responses(), headers=mine)).json()
@@ -185,7 +185,7 @@ async def test_the_least_recently_used_are_removed():
         assert [await _status(client, one) for one in (first, third, fourth)] == [404, 200, 200]
 
 
-async def test_a_response_beyond_the_bytes_is_not_kept():
+async def test_response_over_byte_limit_is_not_stored():
     """It removes no other response either."""
     async with in_process(_fake(), stored_responses_bytes=6000) as client:
         small = (await _created(client))["id"]
@@ -195,7 +195,7 @@ async def test_a_response_beyond_the_bytes_is_not_kept():
         assert [await _status(client, one) for one in (small, more[-1])] == [404, 200]
 
 
-async def test_no_responses_are_stored_with_a_bound_of_zero():
+async def test_zero_limit_stores_no_responses():
     async with in_process(_fake(), stored_responses=0) as client:
         answer = await _created(client, store=True)
         assert (answer["store"], await _status(client, answer["id"])) == (False, 404)

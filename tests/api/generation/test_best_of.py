@@ -20,7 +20,7 @@ Rank = Callable[[Sequence[float], int, int], list[int]]
 
 
 def _script(request: Request) -> list[int]:
-    """Say the texts in turn; the second prompt gets them in reverse order."""
+    """Emit the texts in turn; the second prompt gets them in reverse order."""
     index = int(request.request_id.rpartition("-")[2])
     return TEXTS[index % 4] if request.prompt_ids == (5,) else TEXTS[::-1][index % 4]
 
@@ -66,7 +66,7 @@ async def test_mutants_die(mutant: Rank, monkeypatch: pytest.MonkeyPatch):
         await _check_ranking()
 
 
-async def test_the_sum_is_noticed(monkeypatch: pytest.MonkeyPatch):
+async def test_the_sum_is_detected(monkeypatch: pytest.MonkeyPatch):
     """The mutant: the sum of log-probabilities, which prefers what ends first."""
     monkeypatch.setattr("server.generation.sample.Choice.mean_logprob", property(lambda choice: choice._sum_logprobs))
     with pytest.raises(AssertionError):
@@ -74,7 +74,7 @@ async def test_the_sum_is_noticed(monkeypatch: pytest.MonkeyPatch):
 
 
 @given(st.lists(st.floats(-9, 0) | st.just(-math.inf), min_size=1, max_size=6), st.integers(1, 3), st.data())
-def test_none_that_is_left_out_is_better(means: list[float], num_prompts: int, data: st.DataObject):
+def test_best_samples_are_kept(means: list[float], num_prompts: int, data: st.DataObject):
     num_samples = len(means)
     num_answers = data.draw(st.integers(1, num_samples))
     kept = best_of(means * num_prompts, num_samples, num_answers)
@@ -84,7 +84,7 @@ def test_none_that_is_left_out_is_better(means: list[float], num_prompts: int, d
     assert all(means[at] <= worst for at in set(range(num_samples)) - set(kept[:num_answers]))
 
 
-async def test_what_best_of_cannot_be_is_refused_by_name():
+async def test_invalid_best_of_is_refused_by_name():
     async with in_process(FakeEngine(), max_choices=8) as client:
         for fields in (
             {"best_of": 2, "stream": True},
@@ -98,7 +98,7 @@ async def test_what_best_of_cannot_be_is_refused_by_name():
     assert same.status_code == 200
 
 
-async def test_the_engine_is_asked_for_log_probabilities_only_to_rank():
+async def test_log_probabilities_are_requested_only_to_rank():
     engine = FakeEngine()
     async with in_process(engine) as client:
         for fields in ({"best_of": 1}, {"best_of": 2}, {"best_of": 2, "logprobs": 3}, {"best_of": 2, "n": 2}):

@@ -115,7 +115,7 @@ def test_mutants_die(mutant: type[Choice]):
         _check(mutant)
 
 
-def test_a_stop_string_over_two_events_is_cut_and_tokens_count_up_to_it():
+def test_stop_string_over_two_events_is_cut():
     codec = CODECS[0]
     ids = [codec.encode(text)[0] for text in ("h", "e", "l", "l", "o", "x")]
     choice = _choice(codec, ["lo"])
@@ -124,7 +124,7 @@ def test_a_stop_string_over_two_events_is_cut_and_tokens_count_up_to_it():
     assert (choice.num_tokens, choice.finish, choice.is_cut) == (5, FinishReason.STOP, True)
 
 
-def test_a_byte_run_that_ends_is_a_stop_before_the_token_that_ends_it():
+def test_completed_byte_run_stops_before_next_token():
     """A fallback newline is certain only when the next token comes; that token is not returned."""
     codec = CODECS[1]
     newline = codec.encode("a\n")[-1]
@@ -134,7 +134,7 @@ def test_a_byte_run_that_ends_is_a_stop_before_the_token_that_ends_it():
     assert choice.num_tokens == len(codec.encode("he")) + 1
 
 
-def test_a_stop_token_counts_but_is_no_text():
+def test_stop_token_counts_but_adds_no_text():
     codec = CODECS[0]
     hello, there = codec.encode("hello there")[:2]
     choice = _choice(codec, [])
@@ -147,7 +147,7 @@ def test_a_stop_token_counts_but_is_no_text():
     ("keeps_stop", "skips_special", "word", "special"),
     [(False, True, "", ""), (False, False, "", ""), (True, True, " there", ""), (True, False, " there", "<|end|>")],
 )
-def test_a_stop_token_is_text_where_it_is_kept(keeps_stop: bool, skips_special: bool, word: str, special: str):
+def test_kept_stop_token_is_text(keeps_stop: bool, skips_special: bool, word: str, special: str):
     codec = CODECS[0]
     hello, there = codec.encode("hello there")[:2]
     (end,) = codec.encode("<|end|>")
@@ -159,7 +159,7 @@ def test_a_stop_token_is_text_where_it_is_kept(keeps_stop: bool, skips_special: 
         assert (choice.num_tokens, choice.finish) == (2, FinishReason.STOP)
 
 
-def test_offsets_point_at_each_token_in_the_text():
+def test_offsets_locate_tokens_in_text():
     codec = CODECS[0]
     text = "hello 日本語 😀, the quick fox"
     choice = _choice(codec, [])
@@ -169,7 +169,7 @@ def test_offsets_point_at_each_token_in_the_text():
             assert text[entry.offset : following.offset] == entry.token.text
 
 
-def test_drafts_are_counted_as_returned_not_as_accepted():
+def test_drafts_are_counted_as_returned():
     """A stop string inside an accepted path: tokens behind it were accepted but are not returned."""
     codec = CODECS[0]
     ids = tuple(codec.encode(text)[0] for text in "hello")

@@ -14,8 +14,8 @@ from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_fallback, byte_level
 
 PROMPT = "the quick 🙀 fox"
-SAID = "hello world"
-PROMPT_IDS, SAID_IDS = byte_level().encode(PROMPT), byte_level().encode(SAID)
+OUTPUT = "hello world"
+PROMPT_IDS, OUTPUT_IDS = byte_level().encode(PROMPT), byte_level().encode(OUTPUT)
 
 
 async def answers(**fields: Any) -> list[dict[str, Any]]:
@@ -23,7 +23,7 @@ async def answers(**fields: Any) -> list[dict[str, Any]]:
     body = completion(prompt=PROMPT, max_tokens=50, **fields)
     found = []
     for streams in (False, True):
-        async with in_process(FakeEngine(says(SAID_IDS), chunks=(1, 3))) as client:
+        async with in_process(FakeEngine(says(OUTPUT_IDS), chunks=(1, 3))) as client:
             answer = await client.post("/v1/completions", json={**body, "stream": streams})
         assert answer.status_code == 200, answer.text
         found.append(_joined(data_of(answer.text)) if streams else answer.json()["choices"][0])
@@ -45,14 +45,14 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 async def test_the_prompt_comes_first():
     (choice, _) = await answers(echo=True)
-    assert (choice["text"], choice["logprobs"]) == (PROMPT + SAID, None)
-    assert (await answers(echo=False))[0]["text"] == SAID
+    assert (choice["text"], choice["logprobs"]) == (PROMPT + OUTPUT, None)
+    assert (await answers(echo=False))[0]["text"] == OUTPUT
 
 
 async def check_logprobs() -> None:
     (choice, _) = await answers(echo=True, logprobs=2)
-    logprobs, ids = choice["logprobs"], [*PROMPT_IDS, *SAID_IDS]
-    assert choice["text"] == PROMPT + SAID
+    logprobs, ids = choice["logprobs"], [*PROMPT_IDS, *OUTPUT_IDS]
+    assert choice["text"] == PROMPT + OUTPUT
     assert len(logprobs["tokens"]) == len(ids)
     assert logprobs["token_logprobs"] == [None, *(pytest.approx(-i / 100) for i in ids[1:])]
     assert logprobs["top_logprobs"][0] is None
@@ -62,37 +62,37 @@ async def check_logprobs() -> None:
     assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
 
 
-async def test_its_tokens_are_in_logprobs():
+async def test_echoed_tokens_are_in_logprobs():
     await check_logprobs()
 
 
-async def test_no_alternatives_are_told_where_none_are_asked_for():
+async def test_zero_logprobs_return_no_alternatives():
     logprobs = (await answers(echo=True, logprobs=0))[0]["logprobs"]
     assert logprobs["top_logprobs"] is None
-    assert len(logprobs["token_logprobs"]) == len(PROMPT_IDS) + len(SAID_IDS)
+    assert len(logprobs["token_logprobs"]) == len(PROMPT_IDS) + len(OUTPUT_IDS)
 
 
-async def test_stop_strings_are_not_looked_for_in_it():
+async def test_stop_strings_ignore_echoed_prompt():
     (choice, _) = await answers(echo=True, stop=["quick", " world"])
     assert (choice["text"], choice["finish_reason"]) == (PROMPT + "hello", "stop")
 
 
 async def test_each_choice_has_its_own_prompt():
-    async with in_process(FakeEngine(says(SAID_IDS))) as client:
+    async with in_process(FakeEngine(says(OUTPUT_IDS))) as client:
         answer = await client.post("/v1/completions", json=completion(prompt=["hello", "the"], n=2, echo=True, max_tokens=9))
     texts = [choice["text"] for choice in answer.json()["choices"]]
     assert [text.startswith(prompt) for text, prompt in zip(texts, ["hello", "hello", "the", "the"], strict=True)] == [True] * 4
 
 
-@pytest.mark.parametrize(("prompt", "said"), [("the", " cat sat"), ("he said ☃", "☃ and left"), ("tell", "the hell")])
-async def test_prompt_and_answer_are_one_text(prompt, said, monkeypatch):
+@pytest.mark.parametrize(("prompt", "output"), [("the", " cat sat"), ("he said ☃", "☃ and left"), ("tell", "the hell")])
+async def test_prompt_and_answer_are_one_text(prompt, output, monkeypatch):
     """A tokenizer that strips the first space, and a character that the prompt's last token leaves unfinished."""
-    await check_joint(prompt, said, monkeypatch)
+    await check_joint(prompt, output, monkeypatch)
 
 
-async def check_joint(prompt: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def check_joint(prompt: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.api.harness.byte_level", byte_fallback)
-    ids = [*byte_fallback().encode(prompt), *byte_fallback().encode(said)]
+    ids = [*byte_fallback().encode(prompt), *byte_fallback().encode(output)]
     for cut in range(1, len(ids) - 1):
         async with in_process(FakeEngine(says(ids[cut:]), chunks=(1, 2))) as client:
             body = completion(prompt=ids[:cut], echo=True, max_tokens=50)
@@ -100,7 +100,7 @@ async def check_joint(prompt: str, said: str, monkeypatch: pytest.MonkeyPatch) -
         assert answer["choices"][0]["text"] == byte_fallback().decode(ids, skip_special_tokens=True)
 
 
-async def test_one_text_kills_a_prompt_that_is_decoded_alone(monkeypatch):
+async def test_joint_decoding_kills_separate_prompt_decoding(monkeypatch):
     monkeypatch.setattr(PromptEcho, "echo", decoded_alone)
     with pytest.raises(AssertionError):
         await check_joint("the", " cat sat", monkeypatch)
@@ -108,11 +108,11 @@ async def test_one_text_kills_a_prompt_that_is_decoded_alone(monkeypatch):
 
 def decoded_alone(self, _detokenizer):
     alone = TextCodec(byte_fallback()).detokenizer()
-    text, entries = _TOLD(self, alone)
+    text, entries = _ECHO(self, alone)
     return text + alone.close(), entries
 
 
-async def test_so_much_is_not_told_of_prompts():
+async def test_too_many_prompt_logprobs_are_refused():
     async with in_process(FakeEngine(max_model_len=8192)) as client:
         ids = [5] * 4000
         fits = await client.post("/v1/completions", json=completion(prompt=ids, echo=True, logprobs=1, max_tokens=1))
@@ -122,28 +122,28 @@ async def test_so_much_is_not_told_of_prompts():
     assert fits.status_code == 200
 
 
-async def test_what_was_cut_is_not_given_back():
+async def test_truncated_prompt_tokens_are_not_echoed():
     (choice, _) = await answers(echo=True, truncate_prompt_tokens=4)
-    assert choice["text"] == byte_level().decode(PROMPT_IDS[-4:]) + SAID
+    assert choice["text"] == byte_level().decode(PROMPT_IDS[-4:]) + OUTPUT
 
 
-async def test_a_text_that_ends_at_once_has_its_prompt():
+async def test_empty_completion_still_echoes_prompt():
     async with in_process(FakeEngine(says([9]), eos_token_ids=(9,))) as client:
         answer = await client.post("/v1/completions", json=completion(prompt=PROMPT, echo=True, logprobs=1))
     assert answer.json()["choices"][0]["text"] == PROMPT
 
 
 async def prompt_logprobs(url: str, body: dict[str, Any]) -> Any:
-    async with in_process(FakeEngine(says(SAID_IDS))) as client:
+    async with in_process(FakeEngine(says(OUTPUT_IDS))) as client:
         answer = (await client.post(url, json={**body, "prompt_logprobs": 2, "n": 2})).json()
-    told = answer if "messages" in body else answer["choices"][1]
-    return told["prompt_logprobs"]
+    holder = answer if "messages" in body else answer["choices"][1]
+    return holder["prompt_logprobs"]
 
 
 async def test_candidates_of_the_prompts_tokens():
-    told = await prompt_logprobs("/v1/completions", completion(prompt=PROMPT))
-    assert told[0] is None
-    for token_id, candidates in zip(PROMPT_IDS[1:], told[1:], strict=True):
+    entries = await prompt_logprobs("/v1/completions", completion(prompt=PROMPT))
+    assert entries[0] is None
+    for token_id, candidates in zip(PROMPT_IDS[1:], entries[1:], strict=True):
         assert list(candidates) == [str(token_id), *(str(i) for i in (0, 1) if i != token_id)]
         assert candidates[str(token_id)] == {
             "logprob": pytest.approx(-token_id / 100),
@@ -165,10 +165,10 @@ PROMPTS: list[Any] = [PROMPT, PROMPT_IDS, [PROMPT, "hello"], [PROMPT_IDS, byte_l
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"logprobs": 0, "n": 2}, {"prompt_logprobs": 1}, {"stop": "quick"}])
 async def test_a_prompt_is_scored_without_generating(prompt: Any, fields: dict[str, Any]):
-    """`max_tokens` 0 was refused; beside `echo` the answer is the prompt and, where they are asked for, its log-probabilities."""
+    """The bug: `max_tokens` 0 was refused. Beside `echo` the answer is the prompt, with its log-probabilities on request."""
     prompts = prompt if isinstance(prompt[0], (str, list)) and not isinstance(prompt, str) else [prompt]
     body = completion(prompt=prompt, max_tokens=0, echo=True, **fields)
-    engine = FakeEngine(says(SAID_IDS))
+    engine = FakeEngine(says(OUTPUT_IDS))
     async with in_process(engine) as client:
         whole = (await client.post("/v1/completions", json=body)).json()
         streamed = None
@@ -176,17 +176,17 @@ async def test_a_prompt_is_scored_without_generating(prompt: Any, fields: dict[s
             streamed = data_of((await client.post("/v1/completions", json={**body, "stream": True})).text)
     assert {request.sampling.max_tokens for request in engine.requests} == {0}
     assert len(whole["choices"]) == len(prompts) * fields.get("n", 1)
-    for told in whole["choices"]:
-        ids = engine.requests[told["index"]].prompt_ids
-        assert (told["text"], told["finish_reason"]) == (byte_level().decode(ids), "length")
+    for returned in whole["choices"]:
+        ids = engine.requests[returned["index"]].prompt_ids
+        assert (returned["text"], returned["finish_reason"]) == (byte_level().decode(ids), "length")
         if "logprobs" in fields:
-            assert told["logprobs"]["token_logprobs"] == [None, *(pytest.approx(-i / 100) for i in ids[1:])]
-            assert len(told["logprobs"]["text_offset"]) == len(ids)
-        assert len(told.get("prompt_logprobs", ids)) == len(ids)
+            assert returned["logprobs"]["token_logprobs"] == [None, *(pytest.approx(-i / 100) for i in ids[1:])]
+            assert len(returned["logprobs"]["text_offset"]) == len(ids)
+        assert len(returned.get("prompt_logprobs", ids)) == len(ids)
         if streamed is not None:
-            parts = [one["choices"][0] for one in streamed if one["choices"][0]["index"] == told["index"]]
-            assert "".join(part["text"] for part in parts) == told["text"]
-            assert (parts[-1]["finish_reason"], parts[-1]["logprobs"]) == ("length", told["logprobs"])
+            parts = [one["choices"][0] for one in streamed if one["choices"][0]["index"] == returned["index"]]
+            assert "".join(part["text"] for part in parts) == returned["text"]
+            assert (parts[-1]["finish_reason"], parts[-1]["logprobs"]) == ("length", returned["logprobs"])
     assert whole["usage"]["completion_tokens"] == 0
     assert whole["usage"]["prompt_tokens"] == sum(
         len(request.prompt_ids) for request in engine.requests[: len(whole["choices"]) : fields.get("n", 1)]
@@ -211,7 +211,7 @@ async def test_no_tokens_are_refused_without_echo():
             )
 
 
-async def test_a_prompt_that_fills_the_context_is_scored():
+async def test_prompt_filling_context_is_scored():
     """It was one token too long for any answer, and has none."""
     async with in_process(FakeEngine(max_model_len=16)) as client:
         full = completion(prompt=[5] * 16, echo=True, logprobs=0)
@@ -221,25 +221,25 @@ async def test_a_prompt_that_fills_the_context_is_scored():
     assert [one.status_code for one in (scored, longer, answered)] == [200, 400, 400]
 
 
-def told_without_the_end(self, detokenizer):
-    text, entries = _TOLD(self, detokenizer)
+def echo_without_end(self, detokenizer):
+    text, entries = _ECHO(self, detokenizer)
     return text[:-1], entries
 
 
-def heard_once(self, logprobs):
+def add_logprobs_once(self, logprobs):
     self._logprobs = self._logprobs or list(logprobs)
 
 
 def scored_from_the_first(self, detokenizer):
     self._logprobs = self._logprobs[1:] + self._logprobs[:1]
-    return _TOLD(self, detokenizer)
+    return _ECHO(self, detokenizer)
 
 
-_TOLD = PromptEcho.echo
+_ECHO = PromptEcho.echo
 
 
 @pytest.mark.parametrize(
-    ("name", "mutant"), [("echo", told_without_the_end), ("add_logprobs", heard_once), ("echo", scored_from_the_first)]
+    ("name", "mutant"), [("echo", echo_without_end), ("add_logprobs", add_logprobs_once), ("echo", scored_from_the_first)]
 )
 async def test_logprobs_kill(name, mutant, monkeypatch):
     monkeypatch.setattr(PromptEcho, name, mutant)
@@ -247,7 +247,7 @@ async def test_logprobs_kill(name, mutant, monkeypatch):
         await check_logprobs()
 
 
-async def test_offsets_kill_a_text_that_begins_at_its_own_end(monkeypatch):
+async def test_logprobs_kill_zero_offsets(monkeypatch):
     monkeypatch.setattr(choice, "entry_of", lambda *args: replace(entry_of(*args), offset=0))
     with pytest.raises(AssertionError):
         await check_logprobs()

@@ -31,9 +31,7 @@ def _joined(chunks: list[dict[str, Any]], name: str) -> list[int]:
 
 @pytest.mark.parametrize(("url", "body_of"), URLS)
 @pytest.mark.parametrize(("fields", "reason"), REASONS)
-async def test_the_reason_of_a_stop_is_what_was_asked_for(
-    url: str, body_of: Any, fields: dict[str, Any], reason: str | int | None
-):
+async def test_stop_reason_names_matched_stop(url: str, body_of: Any, fields: dict[str, Any], reason: str | int | None):
     """The model's own end is none: only with `ignore_eos` is it a token like others."""
     engine = FakeEngine(script=says([*IDS, END, *IDS]), chunks=(1, 3), eos_token_ids=(END,))
     async with in_process(engine) as client:
@@ -47,7 +45,7 @@ async def test_the_reason_of_a_stop_is_what_was_asked_for(
 
 @pytest.mark.parametrize("fields", [{}, {"stop": "本"}, {"logprobs": 1}, {"n": 2}])
 @pytest.mark.parametrize("chunks", [(1,), (4, 2)])
-async def test_a_completion_gives_the_ids_of_prompt_and_text(fields: dict[str, Any], chunks: tuple[int, ...]):
+async def test_completion_returns_prompt_and_output_ids(fields: dict[str, Any], chunks: tuple[int, ...]):
     prompts = [[5, 6], [7]]
     body = completion(prompt=prompts, max_tokens=99, return_token_ids=True, **fields)
     async with in_process(FakeEngine(script=says(IDS), chunks=chunks)) as client:
@@ -61,12 +59,12 @@ async def test_a_completion_gives_the_ids_of_prompt_and_text(fields: dict[str, A
         assert choice["prompt_token_ids"] == prompts[choice["index"] // body.get("n", 1)]
         mine = [chunk for chunk in streamed if chunk["choices"][0]["index"] == choice["index"]]
         assert _joined(mine, "token_ids") == choice["token_ids"]
-        told = [chunk["choices"][0].get("prompt_token_ids") for chunk in mine]
-        assert told == [choice["prompt_token_ids"], *[None] * (len(mine) - 1)]
+        returned = [chunk["choices"][0].get("prompt_token_ids") for chunk in mine]
+        assert returned == [choice["prompt_token_ids"], *[None] * (len(mine) - 1)]
     assert not any("token_ids" in choice or "prompt_token_ids" in choice for choice in without["choices"])
 
 
-async def test_a_chat_gives_the_ids_of_prompt_and_text():
+async def test_chat_returns_prompt_and_output_ids():
     engine = FakeEngine(script=says([*IDS, END]), chunks=(1, 3), eos_token_ids=(END,))
     body = chat(max_tokens=99, return_token_ids=True)
     async with in_process(engine) as client:
@@ -81,7 +79,7 @@ async def test_a_chat_gives_the_ids_of_prompt_and_text():
     ]
 
 
-async def test_tokens_are_named_by_their_ids_where_that_is_asked_for():
+async def test_tokens_are_named_by_id_on_request():
     async with in_process(FakeEngine(script=says(IDS))) as client:
         body = completion(logprobs=1, max_tokens=99, echo=True, prompt_logprobs=0, prompt=[5, 6])
         spelled = (await client.post("/v1/completions", json=body)).json()["choices"][0]

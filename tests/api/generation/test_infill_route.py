@@ -144,7 +144,7 @@ async def test_missing_response_fields_are_left_out():
     assert list(answer) == ["content", "timings"]
 
 
-async def test_what_is_left_open_is_the_models():
+async def test_missing_fields_use_model_defaults():
     defaults = RequestDefaults(temperature=0.7, top_p=0.8, top_k=20, max_tokens=9)
     async with in_process(engine := engine_of(defaults=defaults), tokenizer=QWEN) as client:
         for fields in ({}, {"seed": -1}, {"n_predict": None, "seed": 7, "temperature": 0, "min_p": 0.5}):

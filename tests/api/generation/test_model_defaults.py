@@ -19,8 +19,8 @@ ENDPOINTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-async def asked_of_the_engine(path: str, body: dict[str, Any], defaults: RequestDefaults = DEFAULTS) -> dict[str, Any]:
-    """Return the parameters that the engine is asked for."""
+async def requested_parameters(path: str, body: dict[str, Any], defaults: RequestDefaults = DEFAULTS) -> dict[str, Any]:
+    """Return the sampling parameters of the engine's request."""
     engine = FakeEngine(defaults=defaults)
     async with in_process(engine) as client:
         answer = await client.post(path, json=body)
@@ -31,39 +31,39 @@ async def asked_of_the_engine(path: str, body: dict[str, Any], defaults: Request
 
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)
 @pytest.mark.parametrize("streams", [False, True])
-async def test_the_models_defaults_fill_what_is_open(path: str, body: dict[str, Any], streams: bool) -> None:
+async def test_model_defaults_fill_missing_fields(path: str, body: dict[str, Any], streams: bool) -> None:
     """They were ignored, so that greedy text was another than `generate`'s where the file has a repetition penalty."""
-    assert await asked_of_the_engine(path, {**body, "stream": streams}) == OF_MODEL
+    assert await requested_parameters(path, {**body, "stream": streams}) == OF_MODEL
 
 
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS[:2])
 @pytest.mark.parametrize("field", FIELDS)
 async def test_null_is_left_open(path: str, body: dict[str, Any], field: str) -> None:
-    assert await asked_of_the_engine(path, {**body, field: None}) == OF_MODEL
+    assert await requested_parameters(path, {**body, field: None}) == OF_MODEL
 
 
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS[:2])
 @pytest.mark.parametrize("field", OF_API)
 async def test_a_requests_own_value_wins(path: str, body: dict[str, Any], field: str) -> None:
     """Also one that is the API's default: 1 is no null."""
-    assert await asked_of_the_engine(path, {**body, field: OF_API[field]}) == {**OF_MODEL, field: OF_API[field]}
+    assert await requested_parameters(path, {**body, field: OF_API[field]}) == {**OF_MODEL, field: OF_API[field]}
 
 
 async def test_a_greedy_request_keeps_the_penalty() -> None:
     for path, body in ENDPOINTS:
-        assert await asked_of_the_engine(path, {**body, "temperature": 0}) == {**OF_MODEL, "temperature": 0.0}
+        assert await requested_parameters(path, {**body, "temperature": 0}) == {**OF_MODEL, "temperature": 0.0}
 
 
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)
 async def test_max_new_tokens_bounds_the_default(path: str, body: dict[str, Any]) -> None:
     """As in vLLM; a request that names a limit has that one."""
     name = "max_output_tokens" if path.endswith("responses") else "max_tokens"
-    free = await asked_of_the_engine(path, body, RequestDefaults())
-    assert await asked_of_the_engine(path, body, RequestDefaults(max_tokens=10_000)) == free
-    assert (await asked_of_the_engine(path, {**body, name: 9}))["max_tokens"] == 9
+    free = await requested_parameters(path, body, RequestDefaults())
+    assert await requested_parameters(path, body, RequestDefaults(max_tokens=10_000)) == free
+    assert (await requested_parameters(path, {**body, name: 9}))["max_tokens"] == 9
 
 
-async def test_a_responses_answer_tells_what_was_used() -> None:
+async def test_responses_answer_reports_used_parameters() -> None:
     async with in_process(FakeEngine(defaults=DEFAULTS)) as client:
         body = {"model": MODEL, "input": "hello"}
         open_answer, own = [(await client.post("/v1/responses", json={**body, **one})).json() for one in ({}, {"top_p": 1})]
@@ -71,7 +71,7 @@ async def test_a_responses_answer_tells_what_was_used() -> None:
     assert (own["temperature"], own["top_p"]) == (0.7, 1.0)
 
 
-async def test_a_prompt_is_cut_for_the_default_length() -> None:
+async def test_truncation_leaves_room_for_default_length() -> None:
     """`truncate_prompt_tokens` -1 leaves room for what will be generated."""
     for path, prompt in (("/v1/completions", completion()), ("/v1/chat/completions", chat())):
         engine = FakeEngine(defaults=DEFAULTS, max_model_len=12)

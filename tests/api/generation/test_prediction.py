@@ -1,4 +1,4 @@
-"""Predictions and tenants on the wire: what the engine is told, and what usage says came of it."""
+"""Predictions and tenants on the wire: the engine's request, and the tokens that usage counts."""
 
 from typing import Any
 
@@ -34,25 +34,25 @@ async def post(client: httpx.AsyncClient, request: tuple[str, Fields], **headers
     return dict(response.json())
 
 
-async def told(engine: FakeEngine, request: tuple[str, Fields]) -> Request:
-    """Return what the engine is asked for."""
+async def submitted(engine: FakeEngine, request: tuple[str, Fields]) -> Request:
+    """Return the engine's request."""
     async with in_process(engine) as client:
         await post(client, request)
     return engine.requests[-1]
 
 
 @BOTH
-async def test_a_prediction_reaches_the_engine_as_tokens_with_nothing_around_them(body):
-    request = await told(FakeEngine(), body(prediction=PREDICTION))
+async def test_prediction_reaches_engine_without_special_tokens(body):
+    request = await submitted(FakeEngine(), body(prediction=PREDICTION))
     assert list(request.prediction_ids) == byte_level().encode(TEXT, add_special_tokens=False)
     parts = {"type": "content", "content": [{"type": "text", "text": text} for text in (TEXT[:7], TEXT[7:])]}
-    assert (await told(FakeEngine(), body(prediction=parts))).prediction_ids == request.prediction_ids
-    assert (await told(FakeEngine(), body(prediction={"type": "content", "content": ""}))).prediction_ids == ()
-    assert (await told(FakeEngine(), body())).prediction_ids == ()
+    assert (await submitted(FakeEngine(), body(prediction=parts))).prediction_ids == request.prediction_ids
+    assert (await submitted(FakeEngine(), body(prediction={"type": "content", "content": ""}))).prediction_ids == ()
+    assert (await submitted(FakeEngine(), body())).prediction_ids == ()
 
 
 @BOTH
-async def test_every_choice_gets_it_beside_whatever_else_is_asked(body):
+async def test_every_choice_receives_the_prediction(body):
     engine = FakeEngine()
     logprobs = {"logprobs": True} if body is chat else {"logprobs": 1}
     async with in_process(engine) as client:
@@ -68,7 +68,7 @@ def counts(answer: Fields) -> Fields:
 
 
 @BOTH
-async def test_usage_says_what_came_of_it_and_counts_it_nowhere_else(body):
+async def test_usage_counts_accepted_and_rejected_prediction_tokens(body):
     """Steps of 1, 3, 1, 3, ... tokens; each but the first drafts as many as it returns, and the last one is the extra token."""
     engine = FakeEngine(script=says(IDS), chunks=(1, 3))
     num_steps = [len(IDS[at : at + 3]) for at in range(1, len(IDS), 4)] + [1 for _ in range(4, len(IDS), 4)]
@@ -84,7 +84,7 @@ async def test_usage_says_what_came_of_it_and_counts_it_nowhere_else(body):
 
 
 @BOTH
-async def test_a_token_cut_off_by_a_stop_string_was_not_accepted(body):
+async def test_prediction_tokens_after_stop_are_rejected(body):
     engine = FakeEngine(script=says(IDS), chunks=(1, 100))
     async with in_process(engine) as client:
         whole, cut = [counts(await post(client, body(prediction=PREDICTION, **stop))) for stop in ({}, {"stop": "world"})]
@@ -93,7 +93,7 @@ async def test_a_token_cut_off_by_a_stop_string_was_not_accepted(body):
 
 
 @BOTH
-async def test_one_longer_than_any_answer_is_refused_by_name(body):
+async def test_prediction_longer_than_context_is_refused(body):
     async with in_process(FakeEngine(max_model_len=64)) as client:
         for text in ("x y " * 100, "x" * 100_000):
             url, fields = body(prediction={"type": "content", "content": text})
@@ -111,10 +111,10 @@ async def tenants(keys: tuple[str, ...], requests: list[tuple[str, Fields]]) -> 
     return [request.tenant for request in engine.requests]
 
 
-async def test_a_tenant_is_one_user_of_one_key_and_tells_neither():
+async def test_tenants_separate_users_and_hide_keys():
     users = [("a", None), ("a", None), ("b", None), ("a", "x"), ("b", "x"), ("a", "x"), ("a", "")]
-    asked = [(key, {} if user is None else {"user": user}) for key, user in users]
-    first, again, other, user, others_user, user_again, empty = await tenants(("a", "b"), asked)
+    requests = [(key, {} if user is None else {"user": user}) for key, user in users]
+    first, again, other, user, others_user, user_again, empty = await tenants(("a", "b"), requests)
     assert first == again == empty
     assert user == user_again
     assert len({first, other, user, others_user}) == 4
@@ -132,21 +132,21 @@ async def salts(share: str, requests: list[tuple[str, Fields]]) -> list[str | No
     return [request.cache_salt for request in engine.requests]
 
 
-async def test_prefixes_are_shared_within_a_key_and_a_salt_or_by_all_of_one_salt():
-    asked: list[tuple[str, Fields]] = [
+async def test_prefixes_are_shared_within_key_or_salt():
+    requests: list[tuple[str, Fields]] = [
         ("a", {}),
         ("a", {"user": "x"}),
         ("b", {}),
         ("a", {"cache_salt": "s"}),
         ("b", {"cache_salt": "s"}),
     ]
-    first, user, other, salted, others_salted = await salts("key", asked)
+    first, user, other, salted, others_salted = await salts("key", requests)
     assert first == user
     assert len({first, other, salted, others_salted}) == 4
-    first, user, other, salted, others_salted = await salts("all", asked)
+    first, user, other, salted, others_salted = await salts("all", requests)
     assert first == user == other
     assert salted == others_salted != first
 
 
-async def test_without_keys_nobody_shares_anything():
+async def test_tenants_without_keys_share_nothing():
     assert await tenants((), [("a", {}), ("b", {"user": "x"})]) == ["", ""]

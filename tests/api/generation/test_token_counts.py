@@ -68,7 +68,7 @@ async def test_each_end_counts_alike(way: str, chunks: tuple[int, ...]):
     await check_an_end_counts_alike(WAYS[way], chunks)
 
 
-async def test_counting_whole_events_is_noticed(monkeypatch: pytest.MonkeyPatch):
+async def test_counting_whole_events_is_detected(monkeypatch: pytest.MonkeyPatch):
     """The mutant: an event's tokens count even if the answer ends before them."""
     on_event = SampleMeter.on_event
 
@@ -88,10 +88,10 @@ async def test_counting_whole_events_is_noticed(monkeypatch: pytest.MonkeyPatch)
 async def leaving(engine: FakeEngine, path: str, body: dict[str, Any]) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
     """Yield a second client and the address, after eight clients began requests and left."""
     async with over_loopback(engine) as url, httpx.AsyncClient() as client:
-        asking = [asyncio.create_task(client.post(url + path, json=body)) for _ in range(8)]
+        tasks = [asyncio.create_task(client.post(url + path, json=body)) for _ in range(8)]
         await until(lambda: len(engine.living) == 8)
         await asyncio.sleep(0.05)  # the events that the gate lets through
-        for task in asking:
+        for task in tasks:
             task.cancel()
         await until(lambda: not engine.living)
         yield client, url
@@ -137,15 +137,15 @@ async def test_resumed_requests_count_each_token_once():
     engine = worker_client()
     async with in_process(engine) as client:
         body = completion(prompt=[Trick.PACE, 5], max_tokens=200, n=2, return_token_ids=True)
-        asking = asyncio.create_task(client.post("/v1/completions", json=body))
+        pending = asyncio.create_task(client.post("/v1/completions", json=body))
         for number in (1, 2):
             before, _, _ = await counted(client)
-            while (await counted(client))[0] < before + 20 and not asking.done():  # noqa: ASYNC110
+            while (await counted(client))[0] < before + 20 and not pending.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             (process,) = multiprocessing.active_children()
             os.kill(process.pid or 0, signal.SIGKILL)
             await until(lambda number=number: engine.health.num_restarts == number and engine.health.state is EngineState.READY)
-        answer = (await asking).json()
+        answer = (await pending).json()
         assert [choice["token_ids"] for choice in answer["choices"]] == [list(range(6, 206))] * 2
         assert answer["usage"]["completion_tokens"] == 400
         assert await counted(client) == (400, 400, 2)
@@ -155,12 +155,12 @@ async def test_the_counter_grows_while_requests_run():
     """A dashboard's rate of tokens must not wait for the ends."""
     engine = FakeEngine(script=says(IDS), gate=(gate := asyncio.Event()), num_free_events=3)
     async with in_process(engine) as client:
-        asking = asyncio.create_task(client.post("/v1/completions", json=completion(max_tokens=5)))
-        while (await counted(client))[0] < 3:  # noqa: ASYNC110 (no event tells)
+        pending = asyncio.create_task(client.post("/v1/completions", json=completion(max_tokens=5)))
+        while (await counted(client))[0] < 3:  # noqa: ASYNC110 (no event marks the count)
             await asyncio.sleep(0)
         assert await counted(client) == (3, 0, 0)
         gate.set()
-        await asking
+        await pending
         assert await counted(client) == (5, 5, 1)
         assert (await sample(client))[
             f'vllm:request_success_total{{engine="0",finished_reason="{FinishReason.LENGTH}",model_name="fake"}}'

@@ -1,4 +1,4 @@
-"""Steps told in streams, by the real app over a real tiny engine: each once, in chunks that OpenAI's client reads as ever."""
+"""Steps in streams, by the real app over a real tiny engine: each once, in chunks that OpenAI's client reads as before."""
 
 import json
 from collections.abc import AsyncIterator
@@ -74,7 +74,7 @@ def check_trace(trace: Any) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", completion(**TRACED)), ("/v1/chat/completions", chat(**TRACED))])
-async def test_every_step_is_told_once_and_is_the_text(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+async def test_streamed_steps_are_unique_and_complete(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
     traces = traces_in(await chunks_of(client, path, body))
     for trace in traces:
         check_trace(trace)
@@ -88,7 +88,7 @@ async def test_every_step_is_told_once_and_is_the_text(client: httpx.AsyncClient
     assert byte_level().decode(emitted(traces), skip_special_tokens=True) == text
 
 
-async def test_a_step_whose_text_is_held_back_is_told_when_it_happens(client: httpx.AsyncClient) -> None:
+async def test_step_without_text_yet_is_streamed(client: httpx.AsyncClient) -> None:
     """Half a letter has no text yet; its chunk is empty and has the step."""
     always = {"temperature": 0, "logit_bias": {str(byte_level().convert_tokens_to_ids("ð")): 100}}
     body = completion(**{**TRACED, **always, "speculative": {"trace": True, "enabled": False}})
@@ -97,14 +97,14 @@ async def test_a_step_whose_text_is_held_back_is_told_when_it_happens(client: ht
     assert traces_in([first])[0]["extra"]["bytes"] == [0xF0]
 
 
-async def test_each_sample_tells_of_its_own_steps(client: httpx.AsyncClient) -> None:
+async def test_each_sample_reports_its_own_steps(client: httpx.AsyncClient) -> None:
     chunks = await chunks_of(client, "/v1/completions", completion(**TRACED, n=2))
-    told = {at: traces_in([chunk for chunk in chunks if chunk["choices"][0]["index"] == at]) for at in (0, 1)}
-    assert [len(emitted(traces)) for traces in told.values()] == [12, 12]
-    assert emitted(told[0]) != emitted(told[1])
+    traces_by_choice = {at: traces_in([chunk for chunk in chunks if chunk["choices"][0]["index"] == at]) for at in (0, 1)}
+    assert [len(emitted(traces)) for traces in traces_by_choice.values()] == [12, 12]
+    assert emitted(traces_by_choice[0]) != emitted(traces_by_choice[1])
 
 
-async def test_plain_decoding_is_told_beside(client: httpx.AsyncClient) -> None:
+async def test_plain_decoding_trace_has_same_tokens(client: httpx.AsyncClient) -> None:
     """The same seed: the same tokens, one a step."""
     traces = traces_in(await chunks_of(client, "/v1/completions", completion(**TRACED)))
     plain = {**TRACED, "speculative": {"trace": True, "enabled": False}}
@@ -114,19 +114,19 @@ async def test_plain_decoding_is_told_beside(client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("speculative", [None, {}, {"trace": False}])
-async def test_nobody_is_told_who_did_not_ask(client: httpx.AsyncClient, speculative: dict[str, Any] | None) -> None:
+async def test_untraced_request_receives_no_trace(client: httpx.AsyncClient, speculative: dict[str, Any] | None) -> None:
     chunks = await chunks_of(client, "/v1/completions", completion(**{**TRACED, "speculative": speculative}))
     assert "speculative_trace" not in json.dumps(chunks)
 
 
-async def test_what_is_traced_for_a_file_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch, engine: InProcessEngine) -> None:
-    """An engine that traces every request for a file sends the front end what this one did not ask for."""
+async def test_file_trace_is_not_streamed(monkeypatch: pytest.MonkeyPatch, engine: InProcessEngine) -> None:
+    """An engine that traces every request for a file also sends steps of requests without a trace to the front end."""
     monkeypatch.setattr("engine.scheduler.scheduler.Scheduler.traces_all", True, raising=False)
 
-    def told(*_: object) -> None:
-        raise AssertionError("nobody has asked")
+    def fail(*_: object) -> None:
+        raise AssertionError("the request has no trace")
 
-    monkeypatch.setattr("server.generation.sample.step_trace_of", told)
+    monkeypatch.setattr("server.generation.sample.step_trace_of", fail)
     async with in_process(engine) as client:
         chunks = await chunks_of(client, "/v1/completions", completion(**{**TRACED, "speculative": {}}))
     assert traces_in(chunks) == []
@@ -140,16 +140,16 @@ async def test_without_a_stream_it_is_refused(stream: bool | None) -> None:
     assert answer.json()["error"]["param"] == "speculative.trace"
 
 
-async def test_the_openai_client_reads_traced_streams_as_ever(engine: InProcessEngine) -> None:
-    """Its loop over chunks sees the same text, and who looks finds the steps."""
-    asked: dict[str, Any] = {"model": MODEL, "messages": chat()["messages"], "max_tokens": 12, "seed": 5, "stream": True}
+async def test_openai_client_reads_traced_streams(engine: InProcessEngine) -> None:
+    """The client's loop over chunks reads the same text, and the steps are fields of the chunks."""
+    fields: dict[str, Any] = {"model": MODEL, "messages": chat()["messages"], "max_tokens": 12, "seed": 5, "stream": True}
     texts, traces = [], []
     async with over_loopback(engine) as url, openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:  # type: ignore[arg-type]
         for trace in (False, True):
-            stream = await client.chat.completions.create(**asked, extra_body={"speculative": {"trace": trace}})
+            stream = await client.chat.completions.create(**fields, extra_body={"speculative": {"trace": trace}})
             chunks = [chunk async for chunk in stream]
             texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
-            traces.append([told for chunk in chunks if (told := getattr(chunk.choices[0], "speculative_trace", None))])
+            traces.append([found for chunk in chunks if (found := getattr(chunk.choices[0], "speculative_trace", None))])
         stream = await client.completions.create(
             model=MODEL, prompt="hello", max_tokens=12, stream=True, extra_body={"speculative": {"trace": True}}
         )

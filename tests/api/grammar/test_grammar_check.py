@@ -1,4 +1,4 @@
-"""Grammars are tried one at a time: a key that asks for many holds up another's by one, and fills no queue but its own."""
+"""Grammars are checked one at a time: a key with many grammars delays another key by one, and fills only its own queue."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from server.http.errors import Overloaded
 
 
 class Trials:
-    """Stands for the process that tries grammars: each is good, once the gate is open."""
+    """Replaces the process that checks grammars: each is good, once the gate is open."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Event()
@@ -29,18 +29,18 @@ async def _describe() -> Any:
     return object()
 
 
-def asked(check: GrammarCheck, text: str, key: str) -> asyncio.Task[None]:
+def check_task(check: GrammarCheck, text: str, key: str) -> asyncio.Task[None]:
     return asyncio.create_task(check.require(Grammar(GrammarKind.REGEX, text), "structured_outputs", key))
 
 
-async def test_a_key_that_asks_for_many_holds_up_another_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_grammars_delay_other_key_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     trials, check = Trials(monkeypatch), GrammarCheck(_describe)
-    asking = [asked(check, f"a{number}", "a") for number in range(30)]
+    tasks = [check_task(check, f"a{number}", "a") for number in range(30)]
     await asyncio.sleep(0)
-    asking.append(asked(check, "b", "b"))
+    tasks.append(check_task(check, "b", "b"))
     await asyncio.sleep(0)
     trials.gate.set()
-    await asyncio.gather(*asking)
+    await asyncio.gather(*tasks)
     check.close()
     assert trials.tried == ["a0", "a1", "b", *(f"a{number}" for number in range(2, 30))]
 
@@ -48,12 +48,12 @@ async def test_a_key_that_asks_for_many_holds_up_another_by_one(monkeypatch: pyt
 async def test_a_keys_own_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     trials, check = Trials(monkeypatch), GrammarCheck(_describe)
     half = "a" * (_MAX_WAITING_CHARS // 2)
-    asking = [asked(check, half, "a"), asked(check, half, "a"), asked(check, "b" * _MAX_WAITING_CHARS, "b")]
+    tasks = [check_task(check, half, "a"), check_task(check, half, "a"), check_task(check, "b" * _MAX_WAITING_CHARS, "b")]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="too many grammars"):
-        await asked(check, "c", "a")
+        await check_task(check, "c", "a")
     trials.gate.set()
-    await asyncio.gather(*asking)
-    await asked(check, "c", "a")
+    await asyncio.gather(*tasks)
+    await check_task(check, "c", "a")
     check.close()
     assert check._waiting_chars.total() == 0

@@ -66,7 +66,7 @@ def test_an_idle_process_that_fails_is_replaced(process: GrammarProcess, number:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=["killed", "terminated", "stopped"])
-def test_a_process_that_fails_twice_is_no_bad_grammar(process: Struck, number: int, monkeypatch: pytest.MonkeyPatch):
+def test_process_failing_twice_is_no_bad_grammar(process: Struck, number: int, monkeypatch: pytest.MonkeyPatch):
     """A process that was killed while it compiled made the grammar one that the library cannot compile, a 400."""
     monkeypatch.setattr(grammar_process, "_STALL_S", 1.0)
     monkeypatch.setattr(grammar_process, "_DEADLINE_S", 30.0)
@@ -76,7 +76,7 @@ def test_a_process_that_fails_twice_is_no_bad_grammar(process: Struck, number: i
     process.check(SOURCE, SMALL)
 
 
-def test_a_grammar_that_crashes_two_processes_is_bad(process: Struck, monkeypatch: pytest.MonkeyPatch):
+def test_grammar_crashing_two_processes_is_bad(process: Struck, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammar_process, "_DEADLINE_S", 30.0)
     process.number = signal.SIGSEGV
     with pytest.raises(BadGrammar, match="cannot compile"):
@@ -112,14 +112,14 @@ def test_an_expensive_grammar_is_bad_though_slowed(monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - begun_at > 1.5
 
 
-def test_a_start_that_fails_is_no_bad_grammar(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch):
+def test_failed_start_is_no_bad_grammar(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch):
     """A tokenizer that took too long to load was a 400."""
     monkeypatch.setattr(grammar_process, "_START_S", 0.0)
     with pytest.raises(GrammarProcessFailed, match="does not start"):
         process.check(SOURCE, SMALL)
 
 
-def test_a_process_that_stops_while_it_starts_fails(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch):
+def test_process_stopped_while_starting_fails(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch):
     """A vocabulary larger than the pipe was sent to a stopped process for ever, and every later grammar waited behind it."""
     monkeypatch.setattr(grammar_process, "_START_STALL_S", 1.0)
     large = replace(SOURCE, tokenizer_json=SOURCE.tokenizer_json + " " * (1 << 22))
@@ -148,7 +148,7 @@ def test_a_closed_process_is_not_replaced(monkeypatch: pytest.MonkeyPatch):
     assert process._process is None
 
 
-async def test_a_failure_of_the_process_is_answered_503(monkeypatch: pytest.MonkeyPatch):
+async def test_process_failure_is_answered_503(monkeypatch: pytest.MonkeyPatch):
     """It was a 400, which no client tries again."""
 
     def fail(*_: object) -> None:

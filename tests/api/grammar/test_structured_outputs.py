@@ -1,4 +1,4 @@
-"""Fields that hold a text to a grammar: what the engine is asked for, what is refused by name, and texts of a real engine."""
+"""Fields that constrain a completion by a grammar: the engine's request, refusals by name, and texts of a real engine."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def refused(response: httpx.Response) -> tuple[str, str]:
     return error["param"], error["message"]
 
 
-ASKED: list[tuple[dict[str, Any], Grammar | None]] = [
+CONSTRAINTS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, Grammar(GrammarKind.JSON_OBJECT)),
     ({"response_format": FORMAT}, NAMED),
@@ -70,10 +70,10 @@ ASKED: list[tuple[dict[str, Any], Grammar | None]] = [
 ]
 
 
-async def test_the_engine_is_asked_for_the_grammar():
+async def test_grammar_reaches_the_engine():
     engine = fake()
     async with in_process(engine) as client:
-        for fields, grammar in ASKED:
+        for fields, grammar in CONSTRAINTS:
             assert (await post(client, n=2, **fields)).status_code == 200
             assert (await client.post("/v1/chat/completions", json=chat(**fields))).status_code == 200
             assert [request.sampling.grammar for request in engine.requests[-3:]] == [grammar] * 3
@@ -119,25 +119,25 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_what_cannot_be_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+async def test_unsupported_constraints_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammar_process, "_DEADLINE_S", 2.0)
     engine = fake()
     async with in_process(engine) as client:
         for fields, param, reason in REFUSED:
-            told, message = refused(await post(client, **fields))
-            assert told.startswith(param), fields
+            named, message = refused(await post(client, **fields))
+            assert named.startswith(param), fields
             assert reason in message
             assert len(message) < 1100
     assert not engine.requests
 
 
-async def test_a_model_without_an_end_token_is_held_to_nothing():
+async def test_grammar_without_end_token_is_refused():
     async with in_process(FakeEngine()) as client:
         assert refused(await post(client, response_format={"type": "json_object"}))[0] == "response_format"
 
 
-async def test_a_grammar_is_tried_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
-    """Others are answered while one is tried, and what they ask for does not wait."""
+async def test_grammar_check_leaves_event_loop_free(monkeypatch: pytest.MonkeyPatch):
+    """Other requests are answered during the check of a grammar."""
     going = threading.Event()
     monkeypatch.setattr(GrammarProcess, "check", lambda *_: going.wait(30))
     async with in_process(fake()) as client:
@@ -148,7 +148,7 @@ async def test_a_grammar_is_tried_beside_the_event_loop(monkeypatch: pytest.Monk
         assert (await held).status_code == 200
 
 
-async def test_a_grammar_that_is_known_waits_for_no_other(monkeypatch: pytest.MonkeyPatch):
+async def test_known_grammar_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch):
     """One client's schemas, each of which takes seconds to refuse, would hold up everybody else's."""
     going = threading.Event()
     monkeypatch.setattr(GrammarProcess, "check", lambda _, __, grammar: grammar.text == "a" or going.wait(30))
@@ -231,13 +231,13 @@ async def test_numbers_of_schemas_are_not_rounded(number: str):
         for name, field in fields.items():
             param = name if name == "response_format" else "structured_outputs"
             body = f'{json.dumps(completion(max_tokens=3))[:-1]},"{param}":{field}}}'
-            told, message = refused(await client.post("/v1/completions", content=body, headers=JSON))
-            assert (told, f"{AT_ID}{written}" in message) == (param, True), message
+            named, message = refused(await client.post("/v1/completions", content=body, headers=JSON))
+            assert (named, f"{AT_ID}{written}" in message) == (param, True), message
         assert (await post(client, structured_outputs={"json": json.loads(schema.replace(number, "0.1"))})).status_code == 200
     assert len(engine.requests) == 1
 
 
-async def test_a_decimal_of_an_annotation_is_no_error():
+async def test_decimal_in_annotation_is_accepted():
     """Digits that only a description has change nothing."""
     body = f'{json.dumps(completion(max_tokens=3))[:-1]},"structured_outputs":{{"json":{{"default":{FINE},"type":"null"}}}}}}'
     async with in_process(fake()) as client:

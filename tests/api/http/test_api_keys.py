@@ -1,4 +1,4 @@
-"""Keys with names and roles: how they are written, what they may ask for, where their names are found; and keys that are none."""
+"""Keys with names and roles: their syntax, the paths that they open, where their names appear; and invalid keys."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def test_an_entry_has_key_name_and_role(entry: str, key: ApiKey):
 
 
 @pytest.mark.parametrize("entry", [":k", "alice:", "alice:use:", "a b:k", "alice:root:k", "::k", "é:k", "alice:use:k k", "-:k"])
-def test_an_entry_that_is_no_key_is_refused(entry: str):
+def test_invalid_key_entry_is_refused(entry: str):
     with pytest.raises(SettingsError) as error:
         load_settings(None, {"api_keys": f"good-key,{entry}"})
     assert "good-key" not in str(error.value)
@@ -54,8 +54,8 @@ def test_one_secret_with_two_roles_is_refused():
 
 
 @pytest.mark.parametrize("value", ["", " ", ",", " , ,", "\t"])
-def test_keys_that_are_set_but_empty_stop_the_start(value: str, monkeypatch: pytest.MonkeyPatch):
-    """The bug: `LATEBRANCH_API_KEYS=` left the API open, though a key was meant to be asked for."""
+def test_empty_key_setting_prevents_start(value: str, monkeypatch: pytest.MonkeyPatch):
+    """The bug: `LATEBRANCH_API_KEYS=` left the API open, though the API was meant to require a key."""
     monkeypatch.setenv("LATEBRANCH_API_KEYS", value)
     with pytest.raises(SettingsError, match="api_keys: Value error, is set, but has no key"):
         load_settings()
@@ -65,14 +65,14 @@ def test_keys_that_are_set_but_empty_stop_the_start(value: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("text", ["[]", "['']", "[' ', 'key']", "''", "null"])
-def test_a_list_with_a_blank_key_stops_the_start(text: str, tmp_path: Path):
+def test_blank_key_in_list_prevents_start(text: str, tmp_path: Path):
     """The bug: a blank entry of a YAML list was a key, and `Bearer` with nothing behind it opened the API."""
     (tmp_path / "s.yaml").write_text(f"api_keys: {text}\n")
     with pytest.raises(SettingsError, match="api_keys"):
         load_settings(tmp_path / "s.yaml")
 
 
-def test_an_empty_variable_ends_the_start_in_one_line():
+def test_empty_key_variable_exits_in_one_line():
     program = "import sys; from server.cli.main import main; sys.exit(main(['serve']))"
     environment = {"PYTHONPATH": str(ROOT), "LATEBRANCH_API_KEYS": "", "PATH": ""}
     done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)

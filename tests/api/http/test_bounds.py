@@ -55,7 +55,7 @@ async def serving(engine: FakeEngine | None = None, **values: Any):
         await task
 
 
-def _said(port: int, data: bytes) -> bytes:
+def _exchanged(port: int, data: bytes) -> bytes:
     """Return all that is answered to some bytes."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         client.sendall(data)
@@ -77,15 +77,15 @@ HEADS = [(MAX_HEAD_BYTES, 200), (MAX_HEAD_BYTES + 1, 400), (70_000, 400), (250_0
 async def test_heads_are_bounded_however_they_come(num_bytes: int, status: int, before: bytes, filler: bytes):
     """The bug: a head that came in one piece was not bounded: 70,000 bytes passed."""
     async with serving() as port:
-        answer = await asyncio.to_thread(_said, port, before + _head(num_bytes, filler))
+        answer = await asyncio.to_thread(_exchanged, port, before + _head(num_bytes, filler))
     assert answer.count(b"HTTP/1.1 ") == 1 + bool(before)
     assert answer.rpartition(b"HTTP/1.1 ")[2].startswith(str(status).encode())
 
 
-async def test_a_server_without_the_bound_is_noticed(monkeypatch: pytest.MonkeyPatch):
+async def test_a_server_without_the_bound_is_detected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(_BoundedHeads, "next_event")
     async with serving() as port:
-        assert b" 200 " in await asyncio.to_thread(_said, port, _head(70_000))
+        assert b" 200 " in await asyncio.to_thread(_exchanged, port, _head(70_000))
 
 
 def _by_urllib(url: str, body: bytes) -> int:
@@ -134,7 +134,7 @@ def _by_old_http(url: str, body: bytes) -> int:
     """Send all, then read, over HTTP/1.0."""
     port = int(url.split(":")[2].split("/")[0])
     head = b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    return int(_said(port, head % len(body) + body).split()[1])
+    return int(_exchanged(port, head % len(body) + body).split()[1])
 
 
 CLIENTS = [_by_urllib, _by_http_client, _by_httpx, _by_httpx_in_chunks, _by_curl, _by_old_http]
@@ -152,7 +152,7 @@ async def test_a_refusal_is_read_by_every_client(client: Callable[[str, bytes], 
             assert await asyncio.to_thread(client, f"http://127.0.0.1:{port}/v1/completions", body) == status
 
 
-async def test_a_server_that_closes_at_once_is_noticed(monkeypatch: pytest.MonkeyPatch):
+async def test_immediate_close_is_detected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_LingeringTransport, "close", lambda self: self._transport.close())
     async with serving() as port:
         url, body = f"http://127.0.0.1:{port}/v1/completions", json.dumps(completion(prompt="x" * 8_000_000)).encode()
@@ -160,7 +160,7 @@ async def test_a_server_that_closes_at_once_is_noticed(monkeypatch: pytest.Monke
             await asyncio.to_thread(lambda: [_by_old_http(url, body) for _ in range(20)])
 
 
-async def test_a_client_that_sends_on_for_ever_is_not_waited_for():
+async def test_client_sending_forever_is_cut_off():
     async with serving(client_limit_s=0.5) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\nConnection: close\r\n\r\n")
@@ -183,7 +183,7 @@ def _limit(max_body_bytes: int, max_unfinished_bytes: int):
 
 
 class _Upload:
-    """A request whose body comes when it is told to."""
+    """A request whose body arrives when the test sends it."""
 
     def __init__(self, limit: BodyLimit) -> None:
         self._pieces: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
@@ -197,7 +197,7 @@ class _Upload:
     async def _send(self, message):
         self.status = message.get("status", self.status)
 
-    async def say(self, num_bytes: int, is_last: bool = False) -> int | None:
+    async def send(self, num_bytes: int, is_last: bool = False) -> int | None:
         self._pieces.put_nowait((num_bytes, is_last))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -208,19 +208,19 @@ async def test_unfinished_bodies_are_bounded_together():
     """The bug: each body was bounded, all together were not: a thousand slow ones held 4 GiB."""
     limit = _limit(max_body_bytes=400, max_unfinished_bytes=1000)
     slow = [_Upload(limit) for _ in range(3)]
-    assert [await one.say(330) for one in slow] == [None] * 3
+    assert [await one.send(330) for one in slow] == [None] * 3
     large = _Upload(limit)
-    assert await large.say(300) == 503
+    assert await large.send(300) == 503
     assert limit._unfinished_bytes == 990
     small = _Upload(limit)
-    assert await small.say(100) is None, "a small one has its share"
-    assert await small.say(10, is_last=True) == 200
-    assert await slow[0].say(3) is None
-    assert await slow[0].say(10, is_last=True) == 200
-    assert [await one.say(0, is_last=True) for one in slow[1:]] == [200, 200]
+    assert await small.send(100) is None, "a small one has its share"
+    assert await small.send(10, is_last=True) == 200
+    assert await slow[0].send(3) is None
+    assert await slow[0].send(10, is_last=True) == 200
+    assert [await one.send(0, is_last=True) for one in slow[1:]] == [200, 200]
     alone = _Upload(limit)
-    assert await alone.say(400) is None
-    assert await alone.say(1) == 413
+    assert await alone.send(400) is None
+    assert await alone.send(1) == 413
     assert (limit._num_unfinished, limit._unfinished_bytes) == (0, 0)
 
 
@@ -230,7 +230,7 @@ def test_connections_stay_below_the_limit_of_descriptors(monkeypatch: pytest.Mon
         assert _max_connections(wanted) == most
 
 
-async def test_of_too_many_connections_the_longest_idle_is_closed():
+async def test_longest_idle_connection_is_closed_at_limit():
     engine = FakeEngine(gate=(gate := asyncio.Event()), num_free_events=3)
     async with serving(engine, max_connections=3) as port:
         url = f"http://127.0.0.1:{port}"
@@ -263,7 +263,7 @@ async def test_a_burst_of_connections_is_queued():
             client.close()
 
 
-async def test_a_short_queue_is_noticed(monkeypatch: pytest.MonkeyPatch):
+async def test_a_short_queue_is_detected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("server.process._BACKLOG", 64)
     async with serving() as port:
         with contextlib.ExitStack() as stack:
@@ -286,7 +286,7 @@ def test_loaded_objects_are_collected_once(monkeypatch: pytest.MonkeyPatch):
         gc.unfreeze()
 
 
-async def test_what_follows_loading_comes_before_readiness():
+async def test_loading_callback_runs_before_readiness():
     runtime = (app := make_app(FakeEngine())).state.runtime
     seen: list[bool] = []
     runtime.on_loaded = lambda: seen.append(runtime.is_ready)

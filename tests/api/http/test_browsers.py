@@ -1,4 +1,4 @@
-"""Pages of other origins are refused before their bodies are read; names of other sites do not stand for this machine."""
+"""Pages of other origins are refused before their bodies are read; names of other sites are not this machine's."""
 
 import json
 import socket
@@ -55,7 +55,7 @@ async def test_origins_of_the_settings_are_let_in(origins: tuple[str, ...]):
         assert (await client.post(URL, json=completion(), headers=other)).status_code == (200 if origins == ("*",) else 403)
 
 
-async def test_a_link_opens_a_page_and_nothing_else():
+async def test_cross_site_link_opens_only_pages():
     opened = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     async with in_process(FakeEngine()) as client:
         assert (await client.get("/", headers=opened)).status_code == 200

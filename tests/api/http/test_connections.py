@@ -14,11 +14,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of connect
 
 
 def _silent(num_free_events: int) -> FakeEngine:
-    """Return an engine that says so many events and then nothing until it is aborted."""
+    """Return an engine that emits so many events and then nothing until it is aborted."""
     return FakeEngine(gate=asyncio.Event(), num_free_events=num_free_events)
 
 
-async def test_a_stream_left_in_a_silence_is_aborted_before_the_next_step():
+async def test_abandoned_stream_is_aborted_before_next_step():
     engine = _silent(num_free_events=2)
     async with over_loopback(engine) as url, httpx.AsyncClient(base_url=url) as client:
         async with client.stream("POST", "/v1/chat/completions", json=chat(stream=True, n=2)) as response:
@@ -32,14 +32,14 @@ async def test_a_stream_left_in_a_silence_is_aborted_before_the_next_step():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_left_before_its_first_output_is_aborted(stream: bool):
+async def test_request_abandoned_before_output_is_aborted(stream: bool):
     engine = _silent(num_free_events=0 if stream else 1)
     async with over_loopback(engine) as url, httpx.AsyncClient(base_url=url) as client:
-        asking = asyncio.create_task(client.post("/v1/completions", json=completion(stream=stream), timeout=None))
+        pending = asyncio.create_task(client.post("/v1/completions", json=completion(stream=stream), timeout=None))
         await until(lambda: engine.requests)
-        asking.cancel()
+        pending.cancel()
         await until(lambda: not engine.living)
-        assert asking.cancelled()
+        assert pending.cancelled()
         assert engine.aborted == [engine.requests[0].request_id]
         assert (await client.get("/live")).status_code == 200
 
@@ -65,7 +65,7 @@ async def test_the_official_client_is_at_home():
         assert completed.choices[0].text == text
 
 
-async def test_the_official_client_sees_errors_as_its_own():
+async def test_official_client_raises_its_own_errors():
     engine = FakeEngine(script=says(byte_level().encode("hello there")))
     async with over_loopback(engine) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="temperature"):
@@ -81,7 +81,7 @@ async def test_the_official_client_sees_errors_as_its_own():
             await client.completions.create(model=MODEL, prompt="x")
 
 
-async def test_many_streams_at_once_keep_their_own_texts():
+async def test_concurrent_streams_keep_their_own_texts():
     engine = FakeEngine(chunks=(1, 3, 2))
     async with over_loopback(engine) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
 

@@ -1,4 +1,4 @@
-"""/docs shows Swagger UI from this server alone and asks for no key; the schema says which operations do. HEAD answers as GET."""
+"""/docs shows Swagger UI from this server alone, without a key; the schema marks operations with one. HEAD answers as GET."""
 
 import json
 import re
@@ -16,15 +16,15 @@ KEYS = (SecretStr("some-key"),)
 
 
 @needs_files
-async def test_the_page_loads_from_here_without_a_key():
-    """The bug: the page loaded its scripts from a CDN, without a policy, and asked for a key that a browser cannot send."""
+async def test_docs_page_loads_locally_without_key():
+    """The bug: the page loaded its scripts from a CDN, without a policy, and required a key that a browser cannot send."""
     async with in_process(FakeEngine(), api_keys=KEYS) as client:
         answers = {path: await client.get(path) for path in sorted(docs.PATHS)}
         policies = {answer.headers["content-security-policy"] for answer in answers.values()}
         assert policies == {(await client.get("/")).headers["content-security-policy"]}
         assert all(answer.status_code == 200 for answer in answers.values())
-        asked = set(re.findall(r'(?:src|href|url)(?:=|: )"([^"]+)"', answers["/docs"].text + answers["/docs/start.js"].text))
-        assert {"/" + path for path in asked if not path.startswith("data:")} == docs.PATHS - docs.PAGES
+        loaded = set(re.findall(r'(?:src|href|url)(?:=|: )"([^"]+)"', answers["/docs"].text + answers["/docs/start.js"].text))
+        assert {"/" + path for path in loaded if not path.startswith("data:")} == docs.PATHS - docs.PAGES
         assert "<style" not in answers["/docs"].text
         assert not re.search(r"<script>|https?:", answers["/docs"].text + answers["/docs/start.js"].text)
         assert answers["/docs/swagger-ui-bundle.js"].text.count("SwaggerUIBundle") > 0
@@ -52,7 +52,7 @@ async def test_a_missing_package_is_no_failure(monkeypatch: pytest.MonkeyPatch, 
     assert "fastapi-swagger is not installed" in caplog.text
 
 
-async def test_the_schema_says_what_asks_for_a_key():
+async def test_schema_marks_operations_requiring_a_key():
     async with in_process(FakeEngine(), api_keys=KEYS) as client:
         document = (await client.get("/openapi.json", headers={"Authorization": "Bearer some-key"})).json()
         assert document["components"]["securitySchemes"] == {
@@ -87,7 +87,7 @@ async def test_head_is_answered_wherever_get_is(caplog: pytest.LogCaptureFixture
         assert caplog.records[-1].getMessage().startswith("HEAD /live 200")
 
 
-async def test_no_answer_leaves_its_type_to_guesses():
+async def test_every_answer_declares_its_type():
     async with in_process(FakeEngine(), api_keys=KEYS, max_body_bytes=1024) as client:
         headers = {"Authorization": "Bearer some-key"}
         answers = [

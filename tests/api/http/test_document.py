@@ -1,4 +1,4 @@
-"""docs/api.md tells of every route and of every field of a request."""
+"""docs/api.md describes every route and every field of a request."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ BODIES = [*GENERATING, CountRequest, TokenizeRequest, DetokenizeRequest]
 MODELS = [*BODIES, StreamOptions, SpeculativeOptions]
 
 
-async def test_every_route_is_told_of():
+async def test_every_route_is_documented():
     async with in_process(FakeEngine()) as client:
         paths = (await client.get("/openapi.json")).json()["paths"]
     routes = {f"{method.upper()} {path.replace(':path', '')}" for path, methods in paths.items() for method in methods}
@@ -31,6 +31,6 @@ async def test_every_route_is_told_of():
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_field_is_told_of(model: type[BaseModel]):
-    told = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", DOCUMENT))))
-    assert set(model.model_fields) - told == set()
+def test_every_field_is_documented(model: type[BaseModel]):
+    documented = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", DOCUMENT))))
+    assert set(model.model_fields) - documented == set()

@@ -45,7 +45,7 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)
-async def test_a_body_that_is_no_request_is_400(name: str):
+async def test_malformed_body_is_400(name: str):
     async with in_process(FakeEngine()) as client:
         _assert_error(await client.post(URL, content=BAD_BODIES[name], headers=JSON), 400)
 
@@ -66,7 +66,7 @@ async def test_a_body_that_is_no_request_is_400(name: str):
         ("application/x-www-form-urlencoded", 415),
     ],
 )
-async def test_a_body_without_a_json_type_is_415(content_type: str | None, status: int):
+async def test_body_without_json_type_is_415(content_type: str | None, status: int):
     """The bug: a body without a content type was parsed, and pages of other origins may send such bodies unasked."""
     headers = {} if content_type is None else {"content-type": content_type}
     async with in_process(engine := FakeEngine()) as client:
@@ -96,7 +96,7 @@ WORDED = [
 
 @pytest.mark.parametrize(("fields", "param", "message"), WORDED)
 async def test_errors_are_worded_for_people(fields: dict[str, Any], param: str, message: str):
-    """The bug: `stop` with 17 strings was told as "should be a valid string; should have at most 16 items after validation"."""
+    """The bug: the error of 17 `stop` strings was "should be a valid string; should have at most 16 items after validation"."""
     async with in_process(FakeEngine()) as client:
         error = _assert_error(await client.post(URL, json=completion(**fields)), 400)
     assert (error["param"], error["message"]) == (param, message)
@@ -104,7 +104,7 @@ async def test_errors_are_worded_for_people(fields: dict[str, Any], param: str, 
 
 @pytest.mark.parametrize("name", ["str", "int", "", "list[x", "dict[", "function-y", "constrained-str"])
 async def test_an_unknown_field_may_have_any_name(name: str):
-    """The bug: names that pydantic gives to forms of a union were taken for such, and nothing was left to tell: a 500."""
+    """The bug: pydantic's names of the forms of a union were read as field names, so the message was empty: a 500."""
     at_top, inside = completion(**{name: 1}), completion(speculative={name: 1})
     async with in_process(FakeEngine(), strict=True) as client:
         error = _assert_error(await client.post(URL, json=at_top), 400)
@@ -113,11 +113,11 @@ async def test_an_unknown_field_may_have_any_name(name: str):
         assert (error["param"], error["message"]) == (f"speculative.{name}", f"unknown parameter: speculative.{name}")
 
 
-def test_errors_that_name_nothing_are_told_of_all_the_same():
+def test_errors_without_details_have_a_message():
     assert str(as_invalid_request([])) == "the request is not valid"
 
 
-async def test_too_many_containers_are_refused_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch):
+async def test_too_many_containers_are_refused_before_validation(monkeypatch: pytest.MonkeyPatch):
     """The bug: a prompt of a million lists of one token stopped the event loop for 2.4 s before it was refused."""
     validated: list[object] = []
     monkeypatch.setattr("server.routes.generation.completion_generation", lambda *args: validated.append(args))
@@ -182,7 +182,7 @@ async def test_error_text_is_bounded(strict: bool):
             assert len(error["message"]) <= 1000
 
 
-async def test_text_of_the_client_that_is_no_utf8_can_be_quoted():
+async def test_invalid_utf8_of_client_is_quoted():
     async with in_process(FakeEngine()) as client:
         _assert_error(await client.get("/v1/models/%ff%fe"), 404)
         _assert_error(await client.get("/%ff%0a%0d"), 404)
@@ -195,7 +195,7 @@ async def test_unknown_paths_and_wrong_methods():
         assert (await client.get(URL)).headers["allow"] == "POST"
 
 
-async def test_a_body_over_the_limit_is_413_declared_or_streamed():
+async def test_body_over_limit_is_413():
     async def stream():
         for _ in range(3):
             yield b"x" * 1000
@@ -206,7 +206,7 @@ async def test_a_body_over_the_limit_is_413_declared_or_streamed():
         _assert_error(await client.post(URL, content=b"x" * 2048, headers=JSON), 400)
 
 
-async def test_an_unforeseen_exception_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture):
+async def test_unexpected_exception_is_500_without_details(caplog: pytest.LogCaptureFixture):
     engine = FakeEngine()
 
     def broken(_):
@@ -219,7 +219,7 @@ async def test_an_unforeseen_exception_is_a_500_that_tells_nothing(caplog: pytes
     assert "secret" in caplog.text
 
 
-async def test_a_request_id_is_the_clients_if_it_is_sane(caplog: pytest.LogCaptureFixture):
+async def test_valid_client_request_id_is_kept(caplog: pytest.LogCaptureFixture):
     async with in_process(FakeEngine()) as client:
         for offered, is_kept in [("abc-1.2:3_x", True), ("a b", False), ("x" * 129, False), ("é", False), ("", False)]:
             response = await client.get("/live", headers={b"X-Request-Id": offered.encode()})
@@ -247,7 +247,7 @@ async def test_loading_is_503_with_a_time():
             assert int(response.headers["retry-after"]) >= 1
 
 
-async def test_the_openapi_document_declares_the_errors_and_no_422():
+async def test_openapi_declares_errors_but_not_422():
     async with in_process(FakeEngine()) as client:
         document = (await client.get("/openapi.json")).json()
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
@@ -267,10 +267,10 @@ FATES = {
 
 
 @pytest.mark.parametrize("code", list(FATES))
-async def test_the_status_tells_whose_fault_it_is_that_a_request_was_given_up(code: ErrorCode):
+async def test_failure_status_separates_client_from_server(code: ErrorCode):
     """The bug: what a request forbade itself, and would again, was the server's failure, which clients retry."""
-    status, told = FATES[code]
+    status, expected_code = FATES[code]
     async with in_process(FakeEngine(fail_after=0, fail_code=code)) as client:
         answer = await client.post(URL, json=completion())
-    assert _assert_error(answer, status)["code"] == told
+    assert _assert_error(answer, status)["code"] == expected_code
     assert ("retry-after" in answer.headers) == (status == 503)

@@ -24,7 +24,7 @@ HARMLESS = {
 }
 
 
-async def test_what_cannot_change_a_text_is_ignored_and_named(caplog: pytest.LogCaptureFixture):
+async def test_harmless_fields_are_ignored_and_named(caplog: pytest.LogCaptureFixture):
     async with in_process(FakeEngine()) as client:
         plain = (await client.post(URL, json=completion())).json()
         for stream in (False, True):
@@ -38,7 +38,7 @@ async def test_what_cannot_change_a_text_is_ignored_and_named(caplog: pytest.Log
     assert [", ".join(HARMLESS) in warning for warning in warnings] == [True, False], "once for each route"
 
 
-async def test_what_changes_texts_elsewhere_is_refused_by_name_unless_it_is_neutral():
+async def test_output_changing_fields_are_refused_unless_neutral():
     async with in_process(FakeEngine()) as client:
         for name, neutral in _OUTPUT_CHANGING.items():
             values: list[object] = ["x", 0.123, [{"a": 1}], True if False in neutral else "y"]
@@ -135,7 +135,7 @@ async def test_effort_reaches_templates_that_read_it(monkeypatch: pytest.MonkeyP
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])
-async def test_what_another_endpoint_honours_is_refused_by_name(path: str, fields: dict[str, Any], name: str, strict: bool):
+async def test_fields_of_other_endpoints_are_refused(path: str, fields: dict[str, Any], name: str, strict: bool):
     """A seed to /v1/responses was ignored, and the text another each time."""
     async with in_process(FakeEngine(), strict=strict) as client:
         response = await client.post(path, json={"model": MODEL, **fields})
@@ -155,7 +155,7 @@ async def test_a_misspelled_field_is_not_ignored(name: str, meant: str):
     assert (error["param"], error["message"]) == (name, f"unknown parameter: {name}; is {meant} meant?")
 
 
-async def test_what_is_unknown_inside_of_a_field_is_refused():
+async def test_unknown_nested_fields_are_refused():
     bodies: list[dict[str, Any]] = [
         completion(speculative={"zzz": 1}),
         completion(stream=True, stream_options={"zzz": 1}),
@@ -182,6 +182,6 @@ async def test_strict_refuses_every_unknown_field():
             assert (error["param"], error["message"]) == (next(iter(fields)), f"unknown parameter: {next(iter(fields))}")
 
 
-def test_no_field_of_ours_is_in_the_table():
+def test_supported_fields_are_not_in_table():
     """They leave the table on the day on which they are honoured."""
     assert not set(_OUTPUT_CHANGING) & {*CompletionRequest.model_fields, *ChatRequest.model_fields}

@@ -60,7 +60,7 @@ def test_every_name_in_a_request_is_bounded(model: type[BaseModel]):
     assert set(unbounded(schema, "", schema.get("$defs", {}))) <= TEXTS
 
 
-def test_an_unbounded_name_is_noticed():
+def test_an_unbounded_name_is_detected():
     class Request(BaseModel):
         user: list[str] | None = None
 

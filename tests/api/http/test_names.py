@@ -55,7 +55,7 @@ def test_names_are_read_from_every_source(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize(
     "fields", [{"served_model_name": "a,a"}, {"served_model_name": "x" * 1025}, {"served_model_name": "a", "model_name": "b"}]
 )
-def test_names_that_cannot_be_sent_are_refused(fields: dict[str, str]):
+def test_unsendable_names_are_refused(fields: dict[str, str]):
     with pytest.raises(SettingsError, match="served_model_name"):
         load_settings(None, fields)
 

@@ -44,7 +44,7 @@ async def test_live_ready_and_healthy_are_apart():
 
 
 @pytest.mark.parametrize("fails_while", ["starting", "serving"])
-async def test_an_engine_that_fails_for_good_is_told_once(fails_while: str):
+async def test_permanent_engine_failure_is_reported_once(fails_while: str):
     reasons: list[str] = []
     engine = FakeEngine(start_error="no weights" if fails_while == "starting" else None)
     app = make_app(engine)
@@ -156,17 +156,17 @@ async def test_metrics_of_served_requests():
 
 
 @pytest.mark.parametrize("prefix_cache", ["key", "off"])
-async def test_the_cache_is_told_in_blocks(prefix_cache: str):
+async def test_cache_size_is_reported_in_blocks(prefix_cache: str):
     """The bug: blocks of one token were reported, so that gateways looked for prefixes in other blocks than the engine."""
     async with in_process(FakeEngine(), prefix_cache=prefix_cache) as client:
         (info,) = [name for name in await sample(client) if name.startswith("vllm:cache_config_info{")]
-    told = dict(re.findall(r'(\w+)="([^"]*)"', info))
-    assert (told["block_size"], told["num_gpu_blocks"]) == ("16", str(4096 // 16))
-    assert told["enable_prefix_caching"] == str(prefix_cache != "off")
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', info))
+    assert (labels["block_size"], labels["num_gpu_blocks"]) == ("16", str(4096 // 16))
+    assert labels["enable_prefix_caching"] == str(prefix_cache != "off")
     assert Settings(model="m", prefix_cache="all").to_engine_config().scheduler.prefix_block_tokens == 16
 
 
-async def test_the_load_is_what_is_being_worked_on():
+async def test_load_counts_requests_in_progress():
     engine = FakeEngine(gate=(gate := asyncio.Event()))
 
     async def load() -> int:
@@ -174,11 +174,13 @@ async def test_the_load_is_what_is_being_worked_on():
 
     async with in_process(engine) as client:
         assert await load() == 0
-        asked = [asyncio.create_task(client.post("/v1/completions", json=completion(stream=stream))) for stream in (True, False)]
+        pending = [
+            asyncio.create_task(client.post("/v1/completions", json=completion(stream=stream))) for stream in (True, False)
+        ]
         await until(lambda: len(engine.living) == 2)
         assert await load() == 2
         gate.set()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*pending)
         assert (await client.post("/v1/completions", json=completion(n=0))).status_code == 400
         assert await load() == 0
 
@@ -190,7 +192,7 @@ def _kinds(value: Any) -> set[type]:
     return {type(value)}
 
 
-async def test_loads_has_the_form_that_gateways_read():
+async def test_loads_has_the_form_gateways_read():
     """smg drops a report whose timestamp is a number, whose counts are floats, or that has a null or no loads."""
     async with in_process(FakeEngine(script=says([5] * 9), chunks=(1, 4))) as client:
         for _ in range(2):  # before the first step, and after a request
@@ -203,7 +205,7 @@ async def test_loads_has_the_form_that_gateways_read():
             await client.post("/v1/completions", json=completion(n=2, max_tokens=9))
 
 
-async def test_refused_requests_are_counted_as_refused_and_nothing_else():
+async def test_refused_requests_are_counted_only_as_refused():
     """The bug: the samples of a refused request were counted as aborted, with latencies."""
     async with in_process(FakeEngine(max_living=2)) as client:
         assert (await client.post("/v1/completions", json=completion(n=3))).status_code == 503
@@ -213,7 +215,7 @@ async def test_refused_requests_are_counted_as_refused_and_nothing_else():
     assert [name for name in ours if samples[name]] == []
 
 
-async def test_siblings_of_a_failed_sample_are_counted_as_failed():
+async def test_siblings_of_failed_sample_count_as_failed():
     """The bug: one failing sample of three counted one error and two aborts, as if clients had left."""
     async with in_process(FakeEngine(fail_after=1)) as client:
         assert (await client.post("/v1/completions", json=completion(n=3))).status_code == 500
@@ -225,7 +227,7 @@ async def test_siblings_of_a_failed_sample_are_counted_as_failed():
     assert (ends[FinishReason.ERROR], ends[FinishReason.ABORT]) == (3, 0)
 
 
-async def test_an_unforeseen_failure_to_submit_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch):
+async def test_failed_submission_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch):
     """The bug: only EngineErrors were expected of `submit`."""
     engine = FakeEngine()
 
@@ -240,8 +242,8 @@ async def test_an_unforeseen_failure_to_submit_leaves_nothing_open(monkeypatch: 
     assert samples['latebranch_rejected_requests_total{engine="0",model_name="fake",reason="engine_error"}'] == 1
 
 
-async def test_the_load_of_a_dead_engine_is_nothing():
-    """The bug: running, waiting and cache use stayed at what the worker's last step had said, for as long as it was dead."""
+async def test_load_of_dead_engine_is_zero():
+    """The bug: running, waiting and cache use kept the values of the worker's last step for as long as it was dead."""
     engine = FakeEngine()
     async with in_process(engine) as client:
         await client.post("/v1/completions", json=completion())
@@ -258,7 +260,7 @@ async def test_the_load_of_a_dead_engine_is_nothing():
 
 
 def test_the_phases_of_a_request_add_up():
-    """What the engine says of its queue splits the wait into queue and prefill."""
+    """The engine's report of its queue splits the wait into queue and prefill."""
     now = [0.0]
     metrics = ServerMetrics("m", 100, lambda: FakeEngine().health)
     sample_meter = metrics.requests.meter(1, 9, lambda: now[0]).sample(7)
@@ -294,7 +296,7 @@ async def test_clients_cannot_make_new_series():
     assert sum("other" in line for line in expansions) == 1
 
 
-def test_what_was_foretold_stands_beside_what_came_out():
+def test_metrics_compare_expected_with_realised_tokens():
     metrics = ServerMetrics("m", 10, lambda: FakeEngine().health)
     for step in (1, 2):
         metrics.steps.on_step(StepStats(step, 1, 0, 0, 1, num_expected_rows=2, expected_tokens=3.25, num_realised_tokens=4))
@@ -305,7 +307,7 @@ def test_what_was_foretold_stands_beside_what_came_out():
     assert [values[f"latebranch_{name}_total"] for name in names] == [6.5, 4.0, 8.0]
 
 
-def test_what_a_policy_expected_stands_beside_what_steps_took():
+def test_metrics_compare_predicted_with_actual_seconds():
     metrics = ServerMetrics("m", 10, lambda: FakeEngine().health)
     for step in (1, 2):
         stats = StepStats(
@@ -331,7 +333,7 @@ async def test_every_metric_is_documented():
 
 
 @pytest.mark.parametrize(("code", "num_corrupted"), [(ErrorCode.LOGITS_NOT_FINITE, 1), (ErrorCode.WORKER_CRASHED, 0)])
-async def test_why_the_engine_gave_a_request_up_is_told_and_counted(code: ErrorCode, num_corrupted: int):
+async def test_failure_code_is_returned_and_counted(code: ErrorCode, num_corrupted: int):
     async with in_process(FakeEngine(fail_after=0, fail_code=code)) as client:
         response = await client.post("/v1/completions", json=completion(max_tokens=4))
         assert response.status_code == 500
@@ -347,7 +349,7 @@ async def test_why_the_engine_gave_a_request_up_is_told_and_counted(code: ErrorC
         assert samples[f"latebranch_resumed_requests_total{LABELS}"] == 0
 
 
-async def test_no_series_tells_when_another_was_made():
+async def test_no_created_series_are_exported():
     """The bug: every counter and histogram had a `_created` series beside it, a third of all."""
     async with in_process(FakeEngine()) as client:
         await client.post("/v1/completions", json=completion())

@@ -1,4 +1,4 @@
-"""The HTTP client of the comparison with other engines, against our own server: what it asks, counts and times."""
+"""The HTTP client of the comparison with other engines, against our own server: its requests, counts and times."""
 
 import asyncio
 from dataclasses import replace
@@ -22,23 +22,23 @@ def job(url: str, **how: Any) -> Job:
     return Job(**usual | {"url": url, "fields": {"model": MODEL, "return_token_ids": True}} | how)
 
 
-def said_to(request: Request) -> tuple[int, ...]:
+def output_of(request: Request) -> tuple[int, ...]:
     return tuple(counting(request))
 
 
-async def test_answers_are_those_of_their_prompts_and_seeds():
+async def test_answers_match_their_prompts_and_seeds():
     engine = FakeEngine(chunks=(1, 3, 2))
     async with over_loopback(engine) as url:
         found = await asyncio.to_thread(run_job, job(url, concurrency=3))
-    asked = {request.prompt_ids: request for request in engine.requests}
-    assert [answer.token_ids for answer in found.answers] == [said_to(asked[prompt]) for prompt in PROMPTS]
-    assert [asked[prompt].sampling.seed for prompt in PROMPTS] == [1, 2, 3, 4]
+    by_prompt = {request.prompt_ids: request for request in engine.requests}
+    assert [answer.token_ids for answer in found.answers] == [output_of(by_prompt[prompt]) for prompt in PROMPTS]
+    assert [by_prompt[prompt].sampling.seed for prompt in PROMPTS] == [1, 2, 3, 4]
     assert all(request.sampling.ignore_eos and request.sampling.top_p == 1 for request in engine.requests)
     assert all(answer.num_tokens == 9 and 0 < answer.first_s <= answer.last_s <= found.seconds for answer in found.answers)
     assert found.tokens_per_s == pytest.approx(36 / found.seconds)
 
 
-async def test_no_more_requests_are_under_way_than_asked():
+async def test_concurrency_stays_within_the_requested_limit():
     most = 0
 
     def script(request: Request) -> list[int]:
@@ -53,7 +53,7 @@ async def test_no_more_requests_are_under_way_than_asked():
     assert all(request.sampling.temperature == 0 for request in engine.requests)
 
 
-async def test_what_is_refused_or_breaks_off_fails_the_job():
+async def test_refused_or_broken_answer_fails_job():
     async with over_loopback(FakeEngine(fail_after=2)) as url:
         with pytest.raises(JobFailed):
             await asyncio.to_thread(run_job, job(url))
@@ -62,15 +62,15 @@ async def test_what_is_refused_or_breaks_off_fails_the_job():
 
 
 async def test_answers_of_another_length_are_not_measured():
-    """An answer that its end token cut short is no answer of equal length, whatever the peer was told."""
+    """An answer that its end token cut short does not have the requested length, whatever the options of the peer."""
     async with over_loopback(FakeEngine(script=lambda _: [5, 6, 7])) as url:
-        asked = job(url)
-        found = await asyncio.to_thread(run_job, asked)
+        requested = job(url)
+        found = await asyncio.to_thread(run_job, requested)
     with pytest.raises(JobFailed, match=r"asked for 9 tokens each, got \[3\]"):
-        require_length(asked, found.answers)
+        require_length(requested, found.answers)
 
 
-async def test_the_client_process_outlives_a_job_that_fails(tmp_path: Path):
+async def test_client_process_survives_a_failed_job(tmp_path: Path):
     client = await asyncio.to_thread(start_client, tmp_path / "log")
     try:
         async with over_loopback(FakeEngine()) as url:
@@ -85,11 +85,11 @@ async def test_the_client_process_outlives_a_job_that_fails(tmp_path: Path):
     assert client.group.peak_bytes() == 0  # it is gone
 
 
-def test_jobs_and_answers_come_through_as_they_were():
-    asked = job("http://127.0.0.1:1")
-    assert Job.from_json(asked.to_json()) == asked
-    told = '{"seconds": 2.0, "answers": [{"first_s": 0.5, "last_s": 1.7, "num_tokens": 4, "token_ids": [1, 2, 3, 4]}]}'
-    answers = Answers.from_json(told)
+def test_jobs_and_answers_survive_round_trip():
+    requested = job("http://127.0.0.1:1")
+    assert Job.from_json(requested.to_json()) == requested
+    text = '{"seconds": 2.0, "answers": [{"first_s": 0.5, "last_s": 1.7, "num_tokens": 4, "token_ids": [1, 2, 3, 4]}]}'
+    answers = Answers.from_json(text)
     assert Answers.from_json(answers.to_json()) == answers
     assert answers.answers[0].token_s == pytest.approx(0.4)
     assert replace(answers.answers[0], num_tokens=1).token_s == pytest.approx(1.2)

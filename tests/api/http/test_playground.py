@@ -18,7 +18,7 @@ def options_of(page: str, name: str) -> list[str]:
     return re.findall(r'<option value="(\w*)"', select)
 
 
-async def test_page_and_files_are_served_without_a_key() -> None:
+async def test_page_and_files_need_no_key() -> None:
     async with in_process(FakeEngine(), api_keys=("secret",)) as client:
         for path in sorted(playground.PATHS):
             answer = await client.get(path)
@@ -37,7 +37,7 @@ async def test_no_other_file_is_served(name: str) -> None:
         assert (await client.get(f"/playground/{name}")).status_code == 404
 
 
-async def test_it_can_be_switched_off() -> None:
+async def test_playground_can_be_disabled() -> None:
     async with in_process(FakeEngine(), playground=False) as client:
         assert (await client.get("/")).status_code == 404
         assert (await client.get("/playground/app.js")).status_code == 404
@@ -52,10 +52,10 @@ def test_nothing_comes_from_elsewhere(file: Path) -> None:
 
 
 def test_every_file_of_the_page_is_served() -> None:
-    asked = {
+    loaded = {
         name for path in playground.FOLDER.iterdir() for name in re.findall(r'(?:playground/|"\./)([\w.]+)"', path.read_text())
     }
-    assert {f"/playground/{name}" for name in asked} <= playground.PATHS
+    assert {f"/playground/{name}" for name in loaded} <= playground.PATHS
 
 
 async def test_the_page_offers_trees_and_verifiers() -> None:

@@ -46,9 +46,9 @@ def _wait_ready(port: int) -> None:
 
 
 def _wait_closed(port: int) -> None:
-    """Return once nobody listens any more: the first signal has been heeded, and the next is a second one.
+    """Return once the port is closed: the first signal has been handled, and the next is a second one.
 
-    Who had connected when the port was closed, and not been taken, is cut off: that is not yet a refusal.
+    A client that connected before the port was closed, and was not accepted, is cut off: that is not yet a refusal.
     """
     for _ in range(600):
         try:
@@ -71,7 +71,7 @@ def _open_stream(port: int) -> Iterator[Iterator[str]]:
         yield lines
 
 
-def test_sigterm_drains_and_ends_what_is_left_with_an_error():
+def test_sigterm_drains_then_ends_streams_with_error():
     with _process(port := _free_port(), 0.5) as process:
         _wait_ready(port)
         with _open_stream(port) as lines:
@@ -105,20 +105,20 @@ def messages(process: subprocess.Popen[bytes]) -> list[str]:
     return [json.loads(line)["message"] for line in log.decode().splitlines()]
 
 
-def test_the_last_line_of_a_start_is_an_address_and_a_request():
+def test_last_startup_line_has_address_and_request():
     """The bug: a start ended in a record of forty numbers, and the address was three lines of uvicorn's before it."""
     with _process(port := _free_port(), 0.5) as process:
         _wait_ready(port)
         process.send_signal(signal.SIGINT)
-        said = [line for line in messages(process) if not line.startswith("GET /")]
+        logged = [line for line in messages(process) if not line.startswith("GET /")]
     url = f"http://127.0.0.1:{port}"
-    assert said[0].startswith("loading fake")
-    assert said[-1].startswith(f"ready: open {url}, or curl {url}/v1/chat/completions ")
-    body = shlex.split(said[-1].partition(", or ")[2])[-1]
+    assert logged[0].startswith("loading fake")
+    assert logged[-1].startswith(f"ready: open {url}, or curl {url}/v1/chat/completions ")
+    body = shlex.split(logged[-1].partition(", or ")[2])[-1]
     assert json.loads(body) == {"model": "fake", "messages": [{"role": "user", "content": "Hello"}]}
 
 
-def test_an_interrupt_says_what_it_waits_for():
+def test_interrupt_reports_open_answers():
     """The bug: Ctrl-C under an open stream looked as if it did nothing for half a minute."""
     with _process(port := _free_port(), 1000) as process:
         _wait_ready(port)
@@ -126,27 +126,27 @@ def test_an_interrupt_says_what_it_waits_for():
             process.send_signal(signal.SIGINT)
             _wait_closed(port)
             process.send_signal(signal.SIGINT)
-            said = messages(process)
-    assert "stopping: 1 answer gets 1000 s to finish; Ctrl-C again ends them now" in said
+            logged = messages(process)
+    assert "stopping: 1 answer gets 1000 s to finish; Ctrl-C again ends them now" in logged
 
 
 def test_an_interrupt_without_answers_waits_for_nothing():
     with _process(port := _free_port(), 1000) as process:
         _wait_ready(port)
         process.send_signal(signal.SIGINT)
-        said = messages(process)
+        logged = messages(process)
         assert process.returncode == 0
-    assert not any(line.startswith("stopping") for line in said)
+    assert not any(line.startswith("stopping") for line in logged)
 
 
-def test_an_engine_that_cannot_start_ends_the_process_with_the_reason():
+def test_failed_engine_start_exits_with_reason():
     with _process(_free_port(), 0.1, "the weights are not there") as process:
         _, log = process.communicate(timeout=60)
         assert process.returncode == 1
         assert any("the weights are not there" in json.loads(line)["message"] for line in log.decode().splitlines())
 
 
-def test_the_port_is_free_while_the_old_server_drains():
+def test_port_is_free_while_server_drains():
     """So a restart need not wait for the last answer: the next server takes new requests while this one ends its own."""
     with _process(port := _free_port(), 1000) as old:
         _wait_ready(port)

@@ -1,4 +1,4 @@
-"""What one key may ask for: a token bucket in given time, requests at once, and what the refused are told."""
+"""The limits of one key: a token bucket in given time, concurrent requests, and the headers of a refusal."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ def _as(key: str) -> dict[str, str]:
 
 
 def _enters(account: Account, now_s: float) -> float | None:
-    """Return None for a request that is let in, else the seconds it is told to wait."""
+    """Return None for a request that is admitted, else the seconds of its Retry-After."""
     try:
         account.enter(now_s)
     except TooManyRequests as refusal:
@@ -46,7 +46,7 @@ def _check_bucket(account_type: type[Account], per_minute: int, pauses_s: list[f
     for first, begin_s in enumerate(times_s):
         for last in range(first, len(times_s)):
             assert last - first + 1 <= per_minute + (times_s[last] - begin_s) * per_minute / 60 + 1e-6
-    # Whoever keeps to the rate is never refused.
+    # A client that keeps to the rate is never refused.
     assert all(_enters(account, now_s + 60 + k * 60.001 / per_minute) is None for k in range(3 * per_minute))
 
 
@@ -54,15 +54,15 @@ pauses = st.lists(st.floats(0, 90), max_size=40)
 
 
 @given(st.integers(1, 8), pauses)
-def test_a_bucket_lets_in_its_size_and_its_rate_and_no_more(per_minute: int, pauses_s: list[float]):
+def test_bucket_admits_at_most_size_plus_rate(per_minute: int, pauses_s: list[float]):
     _check_bucket(Account, per_minute, pauses_s)
 
 
-def test_who_waits_as_told_is_let_in_though_seconds_are_rounded():
+def test_request_after_rounded_wait_is_admitted():
     _check_bucket(Account, 1, [0.0, 25.596, 11.172, 5.931, 0.0, 20.942, 0.0])
 
 
-def test_the_rule_of_the_bucket_sees_one_that_overflows():
+def test_bucket_property_kills_overflowing_bucket():
     class Overflowing(Bucket):
         def fill(self, now_s: float) -> None:
             self._left += (now_s - self._at_s) * self.per_minute / 60
@@ -75,7 +75,7 @@ def test_the_rule_of_the_bucket_sees_one_that_overflows():
         _check_bucket(Wrong, 1, [120.0, 0.0, 0.0])
 
 
-async def test_each_key_has_a_bucket_of_its_own():
+async def test_each_key_has_its_own_bucket():
     async with in_process(FakeEngine(), api_keys=KEYS, max_requests_per_minute=2) as client:
         answers = [await client.post(URL, json=completion(), headers=_as("one")) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200, 200, 429]
@@ -101,17 +101,17 @@ async def test_each_key_has_a_bucket_of_its_own():
 
 
 @pytest.mark.timeout(60)  # without the limit a request waits for the gate
-async def test_requests_at_once_are_counted_until_their_last_byte():
+async def test_concurrent_requests_count_until_last_byte():
     engine = FakeEngine(gate=(gate := asyncio.Event()))
     async with in_process(engine, max_concurrent_requests=2) as client:
-        asked = [asyncio.create_task(client.post(URL, json=completion(stream=stream))) for stream in (True, False)]
+        pending = [asyncio.create_task(client.post(URL, json=completion(stream=stream))) for stream in (True, False)]
         await until(lambda: len(engine.living) == 2)
         refused = await client.post(URL, json=completion())
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["code"] == "too_many_concurrent_requests"
         assert "x-ratelimit-limit-requests" not in refused.headers
         gate.set()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*pending)
         assert (await client.post(URL, json=completion(n=0))).status_code == 400
         for _ in range(3):
             assert (await client.post(URL, json=completion())).status_code == 200
@@ -144,7 +144,7 @@ async def test_the_official_client_knows_the_refusal():
 
 
 @given(st.integers(1, 50), st.lists(st.tuples(st.floats(0, 90), st.integers(1, 120)), max_size=40))
-def test_tokens_are_made_up_for_before_the_next_request(per_minute: int, requests: list[tuple[float, int]]):
+def test_token_debt_is_repaid_before_next_request(per_minute: int, requests: list[tuple[float, int]]):
     """What is spent in the long run is the rate, a minute's amount at first, and what the last request spent beyond."""
     account, now_s, spent, most = Account(RateLimits(max_tokens_per_minute=per_minute), 0.0), 0.0, 0, 0
     for pause_s, num_tokens in requests:
@@ -159,7 +159,7 @@ def test_tokens_are_made_up_for_before_the_next_request(per_minute: int, request
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_tokens_of_a_key_are_counted_and_limited(stream: bool):
+async def test_tokens_per_key_are_counted_and_limited(stream: bool):
     keys = (SecretStr("alice:one"), SecretStr("bob:two"))
     async with in_process(FakeEngine(), api_keys=keys, max_tokens_per_minute=40) as client:
         body = completion(prompt=[1, 2, 3], max_tokens=20, n=2, stream=stream)
@@ -211,7 +211,7 @@ async def test_answers_are_no_longer_than_allowed(path: str, body: dict[str, obj
             assert engine.requests[0].sampling.max_tokens == num_tokens
 
 
-def test_time_before_a_stream_spends_does_not_count_twice():
+def test_time_before_spending_is_not_counted_twice():
     """A full bucket stays full while nothing is spent: what a late token costs is not made up for by the time before it."""
     account = Account(RateLimits(max_tokens_per_minute=60), 0.0)
     account.spend(60, 60.0)

@@ -20,7 +20,7 @@ async def _lines(caplog: pytest.LogCaptureFixture, **settings: Any) -> list[str]
     return [record.getMessage() for record in caplog.records if record.name == "server.requests"]
 
 
-async def test_nothing_is_logged_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture):
+async def test_nothing_is_logged_by_default(caplog: pytest.LogCaptureFixture):
     assert await _lines(caplog) == []
 
 
@@ -33,7 +33,7 @@ async def test_parameters_are_logged_without_words(caplog: pytest.LogCaptureFixt
     assert not any(word in first + second for word in ("secret", "forged", "xxx"))
 
 
-async def test_texts_are_logged_in_one_line_and_cut_short(caplog: pytest.LogCaptureFixture):
+async def test_logged_texts_are_escaped_and_truncated(caplog: pytest.LogCaptureFixture):
     first, second = await _lines(caplog, log_requests="texts")
     assert first.count("secret\\nINFO forged \\u001b[31m\\u2028") == 3
     assert not any(control in first for control in "\n\x1b\u2028")

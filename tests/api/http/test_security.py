@@ -1,4 +1,4 @@
-"""Who is let in, over what, how much of a request is read, and what of it is never written anywhere."""
+"""Keys and certificates, malformed requests, and client data that is never logged."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ def _as(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-async def test_keys_of_a_file_open_the_door_beside_the_others(tmp_path: Path):
+async def test_file_keys_work_beside_other_keys(tmp_path: Path):
     path = tmp_path / "keys"
     path.write_text(f"{SECRET}\n\n  second  \n")
     async with in_process(FakeEngine(), api_keys=(SecretStr("third"),), api_keys_file=str(path)) as client:
@@ -36,7 +36,7 @@ async def test_keys_of_a_file_open_the_door_beside_the_others(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", [None, "", "\n \n", "with space\n", "schlüssel\n", "bell\a\n"])
-def test_a_file_of_keys_that_would_leave_the_door_open_or_shut_for_ever_is_refused(tmp_path: Path, text: str | None):
+def test_invalid_key_file_is_refused(tmp_path: Path, text: str | None):
     path = tmp_path / "keys"
     if text is not None:
         path.write_text(text)
@@ -45,7 +45,7 @@ def test_a_file_of_keys_that_would_leave_the_door_open_or_shut_for_ever_is_refus
     assert not text or not text.strip() or text.strip() not in str(error.value), "a key is no text for a terminal"
 
 
-def test_a_wrong_setting_tells_no_key():
+def test_settings_error_contains_no_key():
     with pytest.raises(SettingsError) as error:
         load_settings(None, {"api_keys": f"{SECRET},schlüssel", "port": "x"})
     assert SECRET not in str(error.value)
@@ -99,7 +99,7 @@ async def _raw(port: int, data: bytes) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-async def test_what_is_no_http_is_answered_with_an_error_like_others():
+async def test_malformed_http_receives_a_json_error():
     server, task, port = await _serving(Settings(model=MODEL, port=0))
     try:
         long_head = b"GET /live HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * MAX_HEAD_BYTES + b"\r\n"
@@ -148,7 +148,7 @@ async def test_https_is_spoken_with_a_certificate(certificate: tuple[str, str]):
         await task
 
 
-def test_a_certificate_that_cannot_be_used_is_refused_at_once(certificate: tuple[str, str]):
+def test_unusable_certificate_is_refused_at_start(certificate: tuple[str, str]):
     cert, key = certificate
     for values in ({"ssl_keyfile": key}, {"ssl_certfile": cert + "x"}, {"ssl_certfile": cert, "ssl_keyfile": key + "x"}):
         with pytest.raises(SettingsError, match=r"ssl_keyfile is given only|cannot be read"):
@@ -164,7 +164,7 @@ async def test_of_two_equal_keys_the_last_counts():
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_no_text_of_a_client_makes_a_line_of_the_log(form: str):
+def test_client_text_cannot_forge_log_lines(form: str):
     """A line of its own, a colour or a cursor movement: written as an escape, also in the traceback of an exception."""
     program = f"""
 import logging

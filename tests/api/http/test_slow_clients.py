@@ -1,4 +1,4 @@
-"""Over real sockets: clients that neither send nor read are cut off, and nothing of them stays; others wait for nobody."""
+"""Over real sockets: clients that neither send nor read are cut off, leave nothing behind, and do not delay others."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ def request_of(body: object) -> bytes:
 
 
 def talkative() -> FakeEngine:
-    """Return an engine that says more than all buffers between two processes hold."""
+    """Return an engine that emits more than all buffers between two processes hold."""
     return FakeEngine(script=says([5] * 2_000), chunks=(20,), max_model_len=4096)
 
 
@@ -72,9 +72,9 @@ BODY = completion(max_tokens=2_000, stream=True, logprobs=5, return_token_ids=Tr
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_does_not_read_is_cut_off(stream: bool) -> None:
+async def test_client_that_never_reads_is_cut_off(stream: bool) -> None:
     engine = talkative()
-    if stream:  # with something left to say whenever it is cut off
+    if stream:  # events are left whenever it is cut off
         engine.gate, engine.num_free_events = asyncio.Event(), 90
     loop = asyncio.get_running_loop()
     async with serving(engine) as server, httpx.AsyncClient(base_url=url_of(server)) as other:
@@ -87,7 +87,7 @@ async def test_a_client_that_does_not_read_is_cut_off(stream: bool) -> None:
         client.close()
         samples = await sample(other)
         assert samples['latebranch_clients_cut_off_total{at="reading"}'] == 1
-        assert bool(engine.aborted) == stream, "a whole answer was all said"
+        assert bool(engine.aborted) == stream, "a whole answer was complete"
         assert (await other.post("/v1/completions", json=completion())).status_code == 200
 
 
@@ -96,7 +96,7 @@ async def _read_on(client: socket.socket) -> None:
         pass
 
 
-async def test_a_client_that_reads_slowly_keeps_its_stream() -> None:
+async def test_slowly_reading_client_keeps_its_stream() -> None:
     """Slower than it comes, but each piece in time: it has every event."""
     loop = asyncio.get_running_loop()
     async with serving(talkative(), client_limit_s=30.0) as server:
@@ -110,7 +110,7 @@ async def test_a_client_that_reads_slowly_keeps_its_stream() -> None:
     assert data.count(b'"token_ids":[') >= 2_000 / 20
 
 
-async def test_a_client_that_reads_steadily_has_its_whole_answer() -> None:
+async def test_steadily_reading_client_receives_whole_answer() -> None:
     """The bug: a large answer that took longer than the limit in all was cut off, though it was read all the while."""
     loop = asyncio.get_running_loop()
     async with serving(talkative()) as server:
@@ -137,7 +137,7 @@ HALVES = {
 
 @pytest.mark.timeout(60)  # without the limit the client waits for ever
 @pytest.mark.parametrize("sent", list(HALVES))
-async def test_a_client_that_does_not_say_what_it_wants_is_cut_off(sent: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_client_with_incomplete_request_is_cut_off(sent: str, caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.get_running_loop()
     async with serving(engine := FakeEngine()) as server, httpx.AsyncClient(base_url=url_of(server)) as other:
         client = await connected(server)
@@ -146,7 +146,9 @@ async def test_a_client_that_does_not_say_what_it_wants_is_cut_off(sent: str, ca
             assert await loop.sock_recv(client, 1) == b""
         client.close()
         samples = await sample(other)
-        assert samples['latebranch_clients_cut_off_total{at="sending"}'] == bool(HALVES[sent]), "who has said nothing is no loss"
+        assert samples['latebranch_clients_cut_off_total{at="sending"}'] == bool(HALVES[sent]), (
+            "a client that sent nothing is not counted"
+        )
         assert ("cut off" in caplog.text) == bool(HALVES[sent])
         assert not any('status="5xx"' in name for name in samples)
         await until(lambda: len(server.server_state.connections) == 1)
@@ -155,7 +157,7 @@ async def test_a_client_that_does_not_say_what_it_wants_is_cut_off(sent: str, ca
 
 
 @pytest.mark.parametrize("before", [request_of(completion(max_tokens=3)), b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"])
-async def test_half_a_request_behind_a_whole_one_is_cut_off_too(before: bytes) -> None:
+async def test_incomplete_second_request_is_cut_off(before: bytes) -> None:
     """The bug: what had come before the answer was complete was waited for without end."""
     loop = asyncio.get_running_loop()
     async with serving(FakeEngine()) as server:
@@ -169,7 +171,7 @@ async def test_half_a_request_behind_a_whole_one_is_cut_off_too(before: bytes) -
 
 
 @pytest.mark.parametrize("sent", list(HALVES))
-async def test_a_client_that_leaves_in_the_middle_of_a_request_is_no_failure(sent: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_disconnect_during_request_is_no_failure(sent: str, caplog: pytest.LogCaptureFixture) -> None:
     """The bug: it was logged as an unhandled error and counted as a 500."""
     loop = asyncio.get_running_loop()
     async with serving(FakeEngine(), client_limit_s=30.0) as server, httpx.AsyncClient(base_url=url_of(server)) as other:
@@ -182,7 +184,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_request_is_no_failure(sen
     assert "Traceback" not in caplog.text
 
 
-async def test_a_kept_connection_may_ask_again_after_the_limit() -> None:
+async def test_kept_connection_is_usable_after_limit() -> None:
     """What a client was slow at is counted from the first byte of each request."""
     async with serving(FakeEngine()) as server, httpx.AsyncClient(base_url=url_of(server)) as client:
         for _ in range(3):
@@ -191,7 +193,7 @@ async def test_a_kept_connection_may_ask_again_after_the_limit() -> None:
         assert 'at="sending"} 0.0' in (await client.get("/metrics")).text
 
 
-async def test_a_server_with_endless_patience_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_with_endless_patience_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Http, "_watch_request", lambda _: None)
     monkeypatch.setattr(Http, "pause_writing", lambda self: self.flow.pause_writing())
     engine = talkative()

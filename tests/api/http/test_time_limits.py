@@ -1,4 +1,4 @@
-"""Requests that are late end with an error that says so, and leave the engine."""
+"""Requests that are late end with an error that names the limit, and leave the engine."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ ROUTES = {
 
 
 def stuck_after(num_events: int) -> FakeEngine:
-    """Return an engine that says so many events of each request and then nothing."""
+    """Return an engine that emits so many events of each request and then nothing."""
     return FakeEngine(gate=asyncio.Event(), num_free_events=num_events, vocab_size=500)
 
 
@@ -33,7 +33,7 @@ def code_of(answer: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("path", list(ROUTES))
-async def test_a_request_is_given_no_more_time_than_it_asks_for(path: str) -> None:
+async def test_timeout_of_request_is_enforced(path: str) -> None:
     engine = stuck_after(1)
     async with in_process(engine, request_limit_s=LONG_S, tokenizer=infilling("qwen")) as client:
         answer = await client.post(path, json={**ROUTES[path], "timeout_s": SHORT_S})
@@ -47,7 +47,7 @@ async def test_a_request_is_given_no_more_time_than_it_asks_for(path: str) -> No
     assert samples['vllm:request_success_total{engine="0",finished_reason="error",model_name="fake"}'] == 1
 
 
-async def test_the_server_has_a_limit_of_its_own() -> None:
+async def test_server_limit_applies_to_every_request() -> None:
     engine = stuck_after(1)
     async with in_process(engine, request_limit_s=SHORT_S) as client:
         for body in (completion(), completion(timeout_s=LONG_S)):
@@ -58,7 +58,7 @@ async def test_the_server_has_a_limit_of_its_own() -> None:
     assert engine.living == {}
 
 
-async def test_a_stream_that_is_late_says_so_behind_what_was_told() -> None:
+async def test_late_stream_ends_with_an_error() -> None:
     async with in_process(engine := stuck_after(2)) as client:
         answer = await client.post("/v1/completions", json=completion(stream=True, n=2, timeout_s=20 * SHORT_S))
     events = answer.text.removesuffix("\n\n").split("\n\n")
@@ -70,7 +70,7 @@ async def test_a_stream_that_is_late_says_so_behind_what_was_told() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_first_token_that_is_late_is_a_503(stream: bool) -> None:
+async def test_late_first_token_is_503(stream: bool) -> None:
     async with in_process(engine := stuck_after(0), first_token_limit_s=SHORT_S, request_limit_s=LONG_S) as client:
         answer = await client.post("/v1/completions", json=completion(stream=stream))
         samples = await sample(client)
@@ -79,36 +79,36 @@ async def test_a_first_token_that_is_late_is_a_503(stream: bool) -> None:
     assert engine.living == {}
 
 
-async def test_a_limit_on_first_tokens_is_none_on_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_first_token_limit_ignores_later_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every text must have begun; one that has is late no more."""
-    asked: list[bool] = []
+    calls: list[bool] = []
     limits = TimeLimits(first_token_s=1.0, total_s=5.0)
     assert limits.deadline_s(10.0, has_begun=False) == 11.0
     assert limits.deadline_s(10.0, has_begun=True) == 15.0
 
     def deadline_s(_: TimeLimits, _began_s: float, has_begun: bool) -> None:
-        asked.append(has_begun)
+        calls.append(has_begun)
 
     monkeypatch.setattr(TimeLimits, "deadline_s", deadline_s)
     async with in_process(FakeEngine()) as client:
         await client.post("/v1/completions", json=completion(n=3, max_tokens=4))
-    assert asked == [False] * 3 + [True] * 9
+    assert calls == [False] * 3 + [True] * 9
 
 
-async def test_who_is_in_time_is_told_nothing_of_limits() -> None:
+async def test_request_within_limits_succeeds() -> None:
     async with in_process(stuck_after(1000), first_token_limit_s=LONG_S, tokenizer=infilling("qwen")) as client:
         for path, body in ROUTES.items():
             assert (await client.post(path, json={**body, "timeout_s": LONG_S})).status_code == 200
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "1", True])
-async def test_a_time_is_more_than_none(wrong: object) -> None:
+async def test_timeout_must_be_positive(wrong: object) -> None:
     async with in_process(FakeEngine()) as client:
         answer = await client.post("/v1/completions", json=completion(timeout_s=wrong))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout_s")
 
 
-async def test_a_limit_that_is_not_watched_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unenforced_limit_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant waits for ever; what is asserted of it is that the others do not pass by chance."""
 
     async def patient(self: Generation) -> object:

@@ -25,7 +25,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_request_has_one_span_and_its_samples_phases_lie_beneath(spans: InMemorySpanExporter, streams: bool):
+async def test_sample_phases_are_nested_in_request_span(spans: InMemorySpanExporter, streams: bool):
     async with in_process(FakeEngine(chunks=(1, 2)), otlp_endpoint=ENDPOINT) as client:
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
         answer = await client.post("/v1/chat/completions", json=chat(n=2, max_tokens=7, stream=streams), headers=headers)
@@ -73,13 +73,13 @@ async def test_failures_show(spans: InMemorySpanExporter):
     assert (refused.attributes["http.response.status_code"], refused.status.status_code) == (400, StatusCode.UNSET)
 
 
-async def test_nothing_is_traced_unless_asked(spans: InMemorySpanExporter):
+async def test_nothing_is_traced_by_default(spans: InMemorySpanExporter):
     async with in_process(FakeEngine()) as client:
         assert (await client.post("/v1/completions", json=completion())).status_code == 200
     assert spans.get_finished_spans() == ()
 
 
-def test_the_extra_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):
+def test_missing_otel_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("server.settings.find_spec", lambda _: None)
     with pytest.raises(ValueError, match="extra otel"):
         Settings(otlp_endpoint=ENDPOINT)

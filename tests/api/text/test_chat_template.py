@@ -111,7 +111,7 @@ def test_variables_cannot_forge_control_tokens(monkeypatch: pytest.MonkeyPatch):
     _check_forging(monkeypatch)
 
 
-def test_unmasked_variables_are_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_unmasked_variables_are_detected(monkeypatch: pytest.MonkeyPatch):
     """The mutant masks messages and tools alone."""
     monkeypatch.setattr(ControlMask, "masked", lambda mask, given: dict(given))
     with pytest.raises(AssertionError):

@@ -61,7 +61,7 @@ def test_pieces_add_up_to_the_whole_text(name: str):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_so_do_pieces_with_special_tokens_spelled_out(name: str):
+def test_pieces_with_special_tokens_add_up(name: str):
     _property(name, lambda codec: codec.detokenizer(skips_special=False), skips_special=False)()
 
 
@@ -81,18 +81,18 @@ def test_pieces_after_a_text_add_up(name: str):
 
 
 @given(st.lists(st.integers(0, 330), max_size=12))
-def test_special_tokens_are_spelled_out_as_transformers_does(ids: list[int]):
+def test_special_tokens_are_spelled_like_transformers(ids: list[int]):
     assert CODECS["byte-level"].decode(ids, skips_special=False) == byte_level().decode(ids, skip_special_tokens=False)
 
 
 class _SpellsBesideTheText(Detokenizer):
-    """Special tokens are spelled out, but what follows does not know that it stands behind them."""
+    """Special tokens are spelled out, but the text after them is decoded without them as context."""
 
     def push(self, token_id: int) -> str:
         return SPECIAL[token_id] if token_id < len(SPECIAL) else super().push(token_id)
 
 
-def test_special_tokens_that_are_no_context_are_noticed():
+def test_special_tokens_without_context_are_detected():
     def make(codec: TextCodec) -> Detokenizer:
         return _SpellsBesideTheText(codec._decode, codec._ids, codec._byte_ids.keys())
 
@@ -156,11 +156,11 @@ def _runs_property(name: str, make: Callable[[TextCodec], Detokenizer]) -> Calla
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_runs_of_bytes_that_are_no_text_add_up_too(name: str):
+def test_invalid_byte_runs_add_up_too(name: str):
     _runs_property(name, TextCodec.detokenizer)()
 
 
-def test_giving_up_on_half_characters_is_noticed():
+def test_giving_up_on_half_characters_is_detected():
     def make(codec: TextCodec) -> Detokenizer:
         return _TakesHalfCharactersForDecided(codec._decode, codec._text_ids, codec._byte_ids.keys())
 
@@ -168,7 +168,7 @@ def test_giving_up_on_half_characters_is_noticed():
         _runs_property("byte-level", make)()
 
 
-def test_bytes_that_are_no_text_are_decoded_a_few_at_a_time():
+def test_invalid_bytes_are_decoded_in_small_groups():
     """The bug: 4000 lone bytes were all pending and all decoded again at each of them, for 2.5 s on the event loop."""
     codec = CODECS["byte-level"]
     lengths: list[int] = []
@@ -185,7 +185,7 @@ def test_bytes_that_are_no_text_are_decoded_a_few_at_a_time():
 
 @given(st.text(max_size=30))
 @example("😀日本")
-def test_valid_text_has_no_replacement_characters_and_is_never_late(text: str):
+def test_valid_text_is_complete_and_never_late(text: str):
     """Every character is out as soon as its last byte has come."""
     codec = CODECS["byte-level"]
     detokenizer, out = codec.detokenizer(), ""
@@ -201,7 +201,7 @@ def test_valid_text_has_no_replacement_characters_and_is_never_late(text: str):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_the_text_of_a_token_is_its_part_of_a_text(name: str):
+def test_token_texts_join_to_the_whole(name: str):
     codec = CODECS[name]
     ids = codec.encode("hello the café 😀")
     raw = b"".join(codec.token_text(i).raw for i in ids)
@@ -223,6 +223,6 @@ async def test_prompts_are_encoded_beside_the_event_loop(monkeypatch: pytest.Mon
     assert threads == ["tokenizer_0", "tokenizer_0"]
 
 
-def test_the_test_tokenizers_are_what_the_codec_takes():
+def test_tokenizers_of_tests_satisfy_the_protocol():
     tokenizers: list[Tokenizer] = [byte_level(), byte_fallback()]
     assert all(tokenizer.get_vocab() for tokenizer in tokenizers)

@@ -50,7 +50,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-async def test_text_that_cannot_fit_is_refused_before_it_is_encoded(encoded: list[str]):
+async def test_oversized_text_is_refused_before_encoding(encoded: list[str]):
     """The bug: a few bodies of 4 MiB kept the tokenizer, and with it every other client, for seconds, only to be refused."""
     limit = 20 * LONGEST_TOKEN
     async with in_process(FakeEngine(max_model_len=20)) as client:
@@ -92,7 +92,7 @@ async def test_other_refusals_encode_nothing(encoded: list[str], fields: dict[st
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
-def test_no_token_stands_for_more_bytes_than_the_longest(make: Any):
+def test_longest_token_bounds_all_token_bytes(make: Any):
     codec = TextCodec(make())
     lengths = [len(codec.token_text(i).raw) for i in make().get_vocab().values()]
     assert max(lengths) <= codec.longest_token_bytes <= 3 * max(lengths)
@@ -137,29 +137,29 @@ def _held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[str]]:
 
 
 async def _order_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the texts of two keys in the order in which they are encoded; one of them asks for many, and first."""
-    asked, run = list[str](), TokenizerThread.run
+    """Return the texts of two keys in the order in which they are encoded; one key sends many, and first."""
+    queued, run = list[str](), TokenizerThread.run
 
     def watched(thread: TokenizerThread, num_bytes: int, work: Any, key: str) -> Any:
-        asked.append(key)
+        queued.append(key)
         return run(thread, num_bytes, work, key)
 
     gate, texts = _held(monkeypatch)
     monkeypatch.setattr(TokenizerThread, "run", watched)
     async with in_process(FakeEngine(), api_keys=("many", "one")) as client:
 
-        async def ask(key: str, *prompts: str) -> None:
+        async def post_prompts(key: str, *prompts: str) -> None:
             body = completion(prompt=list(prompts))
             answer = await client.post(COMPLETIONS, json=body, headers={"Authorization": f"Bearer {key}"})
             assert answer.status_code == 200
 
-        answers = [asyncio.create_task(ask("many", f"m{number}", f"n{number}")) for number in range(4)]
-        await until(lambda: len(asked) == 4 and texts)
-        answers.append(asyncio.create_task(ask("one", "o", "p")))
-        await until(lambda: len(asked) == 5)
+        answers = [asyncio.create_task(post_prompts("many", f"m{number}", f"n{number}")) for number in range(4)]
+        await until(lambda: len(queued) == 4 and texts)
+        answers.append(asyncio.create_task(post_prompts("one", "o", "p")))
+        await until(lambda: len(queued) == 5)
         gate.set()
         await asyncio.gather(*answers)
-    assert len(set(asked)) == 2
+    assert len(set(queued)) == 2
     return texts
 
 
@@ -167,13 +167,13 @@ async def test_keys_are_encoded_by_turns(monkeypatch: pytest.MonkeyPatch):
     """The bug: a text waited for all texts before it, so that one key with many kept everybody's waiting."""
     texts = await _order_of_texts(monkeypatch)
     assert texts.index("o") <= 2
-    assert texts.index("p") <= 5, "asked for while the next one's turn has begun"
+    assert texts.index("p") <= 5, "submitted while the next one's turn has begun"
     assert sorted(texts) == sorted(["o", "p", *(f"{letter}{number}" for letter in "mn" for number in range(4))])
     monkeypatch.setattr("server.text.tokenizer_thread.FairLock", FirstCome)
     assert (await _order_of_texts(monkeypatch)).index("o") == 4
 
 
-async def test_a_busy_tokenizer_is_503_with_a_time(monkeypatch: pytest.MonkeyPatch):
+async def test_busy_tokenizer_is_503_with_retry_after(monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
     monkeypatch.setattr(TextCodec, "encode", lambda codec, text: (5,) if gate.wait(30) else ())
     monkeypatch.setattr(TokenizerThread.__init__, "__defaults__", (10,))
@@ -189,7 +189,7 @@ async def test_a_busy_tokenizer_is_503_with_a_time(monkeypatch: pytest.MonkeyPat
     assert refused.json()["error"]["code"] == "tokenizer_busy"
 
 
-async def test_work_that_nobody_waits_for_is_skipped():
+async def test_abandoned_work_is_skipped():
     """The bug: texts of clients that had left were still encoded, one after the other."""
     thread, gate, done = TokenizerThread(), threading.Event(), list[int]()
     first = asyncio.create_task(thread.run(1, gate.wait))
@@ -204,7 +204,7 @@ async def test_work_that_nobody_waits_for_is_skipped():
     thread.close()
 
 
-async def test_work_that_is_dropped_is_told_to_its_asker():
+async def test_dropped_work_raises_for_its_caller():
     thread, gate = TokenizerThread(), threading.Event()
     running, waiting, leaving = (asyncio.create_task(thread.run(1, gate.wait)) for _ in range(3))
     await asyncio.sleep(0)
@@ -217,7 +217,7 @@ async def test_work_that_is_dropped_is_told_to_its_asker():
         await thread.run(1, gate.wait)
 
 
-async def test_requests_that_wait_for_the_tokenizer_when_the_server_stops_are_503(monkeypatch: pytest.MonkeyPatch):
+async def test_waiting_requests_are_503_at_shutdown(monkeypatch: pytest.MonkeyPatch):
     """The bug: they ended in a CancelledError, and their connections without an answer."""
     gate, texts = threading.Event(), list[str]()
 
@@ -231,23 +231,23 @@ async def test_requests_that_wait_for_the_tokenizer_when_the_server_stops_are_50
     async with app.router.lifespan_context(app):
         await until(lambda: runtime.is_ready)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
-            asked = [asyncio.create_task(client.post(COMPLETIONS, json=completion(prompt=text))) for text in ("a", "bc")]
+            pending = [asyncio.create_task(client.post(COMPLETIONS, json=completion(prompt=text))) for text in ("a", "bc")]
             await until(lambda: texts and runtime.codec.thread._waiting_bytes.total() == 3)
             await runtime.stop(0.0)
             gate.set()
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*pending)
     assert texts == ["a"]
     assert [answer.status_code for answer in answers] == [503, 503]
     assert {answer.json()["error"]["code"] for answer in answers} == {"engine_unavailable"}
 
 
-async def test_a_client_that_leaves_takes_its_text_along(monkeypatch: pytest.MonkeyPatch):
+async def test_disconnect_cancels_encoding(monkeypatch: pytest.MonkeyPatch):
     """The bug: disconnects were noticed only once the prompt had been encoded."""
-    asked, left = list[int](), list[int]()
+    queued, left = list[int](), list[int]()
     run = TokenizerThread.run
 
     async def watched(thread: TokenizerThread, num_bytes: int, work: Any, key: str) -> Any:
-        asked.append(num_bytes)
+        queued.append(num_bytes)
         try:
             return await run(thread, num_bytes, work, key)
         except asyncio.CancelledError:
@@ -261,9 +261,9 @@ async def test_a_client_that_leaves_takes_its_text_along(monkeypatch: pytest.Mon
         first = asyncio.create_task(client.post(COMPLETIONS, json=completion(prompt="first")))
         await until(lambda: texts)
         leaving = asyncio.create_task(client.post(COMPLETIONS, json=completion(prompt="left")))
-        await until(lambda: len(asked) == 2)
+        await until(lambda: len(queued) == 2)
         leaving.cancel()
-        await until(lambda: left == asked[1:])
+        await until(lambda: left == queued[1:])
         gate.set()
         assert (await first).status_code == 200
         assert (await client.post(COMPLETIONS, json=completion(prompt="last"))).status_code == 200
@@ -313,11 +313,11 @@ def _check_forging(codec: TextCodec) -> None:
     holds()
 
 
-def test_controls_are_the_templates_own_and_other_ids_are_transformers():
+def test_only_templates_insert_control_tokens():
     _check_forging(TextCodec(byte_level()))
 
 
-def test_unmasking_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_unmasking_too_early_is_detected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("server.text.codec.ControlMask", _UnmasksFirst)
     with pytest.raises(AssertionError):
         _check_forging(TextCodec(byte_level()))

@@ -125,7 +125,7 @@ def test_a_long_prompt_is_cut_to_fit(family: str):
     _check_cuts(_codec(family), family)
 
 
-def test_a_wrong_cut_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_cut_is_detected(monkeypatch: pytest.MonkeyPatch):
     """The mutant keeps the beginning of the prefix."""
     codec = _codec("qwen")
     marked = Infill._marked
@@ -162,7 +162,7 @@ def test_texts_forge_no_marker(family: str, special: bool):
     _check_forging(_codec(family, special), family, special)
 
 
-def test_forged_markers_are_noticed():
+def test_forged_markers_are_detected():
     codec = _codec("deepseek", False)
     codec._unmarked = None
     with pytest.raises(AssertionError):

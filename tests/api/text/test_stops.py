@@ -36,7 +36,7 @@ def _check(finder_type: type[StopFinder]) -> None:
     cuts_at_the_first()
 
 
-def test_text_is_cut_at_the_first_stop_string():
+def test_text_is_cut_at_first_stop():
     _check(StopFinder)
 
 
@@ -59,7 +59,7 @@ class _KeepsNothing(StopFinder):
 
 
 class _KeepsWhatFollows(StopFinder):
-    """Lets the rest of the piece out too: what a stream says depends on how it was cut."""
+    """Lets the rest of the piece out too: the text of a stream depends on how it was cut."""
 
     def feed(self, text: str, may_end: bool = True) -> str:
         before = super().feed(text, may_end)
@@ -94,7 +94,7 @@ def _check_late(finder_type: type[StopFinder]) -> None:
     cuts_behind_the_first()
 
 
-def test_no_stop_string_ends_in_text_that_must_go_on():
+def test_stop_strings_ignore_text_before_minimum():
     """One that begins there may end later, and none is found again in what was held back."""
     _check_late(StopFinder)
 
@@ -110,12 +110,12 @@ class _ForgetsWhatWentBefore(StopFinder):
 
 
 @pytest.mark.parametrize("mutant", [_EndsAnywhere, _ForgetsWhatWentBefore])
-def test_finders_that_end_too_early_or_late_die(mutant: type[StopFinder]):
+def test_check_kills_early_and_late_finders(mutant: type[StopFinder]):
     with pytest.raises(AssertionError):
         _check_late(mutant)
 
 
-def test_text_that_cannot_become_a_stop_string_is_not_held_back():
+def test_text_outside_stop_strings_is_released():
     finder = StopFinder(["end", "stop"])
     assert [finder.feed(piece) for piece in ("the e", "n", "x s", "o st")] == ["the ", "", "enx ", "so "]
     assert finder.close() == "st"

@@ -1,4 +1,4 @@
-"""POST /tokenize, POST /detokenize, GET /tokenizer_info: they say of the tokenizer what the generation endpoints do with it."""
+"""POST /tokenize, POST /detokenize, GET /tokenizer_info: they use the tokenizer as the generation endpoints do."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def surrounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("surrounded")
-async def test_the_tokens_are_those_that_are_generated_from():
+async def test_tokenize_returns_ids_of_generation_prompt():
     engine = FakeEngine()
     texts: list[dict[str, Any]] = [{}, {"add_special_tokens": True}, {"add_special_tokens": False}]
     chats = [*texts, {"add_generation_prompt": False}, {"continue_final_message": True}]
@@ -51,7 +51,7 @@ async def test_an_answer_has_the_shape_of_vllm():
     assert (empty["count"], empty["tokens"]) == (0, [])
 
 
-async def test_detokenizing_undoes_tokenizing_and_spells_special_tokens_out():
+async def test_detokenizing_restores_text_with_special_tokens():
     """Also where a text has more tokens than a prompt may have."""
     text = "<|start|>user\nhello 日本語 😀<|end|>" * 3
     async with in_process(FakeEngine(max_model_len=20)) as client:
@@ -94,13 +94,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED)
-async def test_what_cannot_be_honoured_is_refused_by_name(path: str, body: dict[str, Any], param: str):
+async def test_unsupported_fields_are_refused_by_name(path: str, body: dict[str, Any], param: str):
     async with in_process(FakeEngine(), strict=True) as client:
         response = await client.post(path, json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-async def test_an_unknown_model_is_404_and_no_model_the_served_one():
+async def test_unknown_model_is_404_missing_is_default():
     async with in_process(FakeEngine()) as client:
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
             response = await client.post(path, json={"model": "gpt-9", **body})
@@ -109,7 +109,7 @@ async def test_an_unknown_model_is_404_and_no_model_the_served_one():
 
 
 class _LooksForTheText(TextCodec):
-    """The mutant: the prompt ends behind the last place where the last message's words stand, whoever wrote them."""
+    """The mutant: the prompt ends behind the last occurrence of the last message's words, in any message."""
 
     def _rendered(self, conversation: list[dict[str, Any]], form: ChatForm, tools: list[dict[str, Any]]) -> str:
         text = self._from_template(conversation, tools, False, {})
@@ -131,16 +131,16 @@ def _check_continuing(codec: TextCodec) -> None:
     ends_inside_the_last()
 
 
-def test_a_continued_message_ends_the_prompt_whatever_it_says():
+def test_continued_message_ends_the_prompt():
     _check_continuing(TextCodec(byte_level()))
 
 
-def test_looking_for_the_text_is_noticed():
+def test_looking_for_the_text_is_detected():
     with pytest.raises(AssertionError):
         _check_continuing(_LooksForTheText(byte_level()))
 
 
-def test_a_template_that_leaves_the_last_message_out_cannot_continue_it(monkeypatch: pytest.MonkeyPatch):
+def test_template_omitting_last_message_cannot_continue(monkeypatch: pytest.MonkeyPatch):
     codec = TextCodec(byte_level())
     for template in ("{{ messages[0].content }}", "{{ messages[-1].content }}{{ messages[-1].content }}"):
         monkeypatch.setattr(byte_level(), "chat_template", template)
@@ -149,7 +149,7 @@ def test_a_template_that_leaves_the_last_message_out_cannot_continue_it(monkeypa
 
 
 @given(st.text(st.sampled_from("he lo日<|end|>"), max_size=12))
-def test_special_tokens_around_a_conversation_are_the_tokenizers_own(text: str):
+def test_surrounding_special_tokens_come_from_tokenizer(text: str):
     codec, form = TextCodec(surrounding()), ChatForm(adds_special_tokens=True)
     messages = [{"role": "user", "content": text}]
     rendered = surrounding().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

@@ -101,22 +101,22 @@ async def test_calls_that_must_come_match_their_schemas(special: bool | None):
     assert names
 
 
-async def test_one_call_is_all_where_no_more_may_come():
+async def test_single_call_without_parallel_calls():
     async with _served(False) as client:
         for seed in range(2):
             choice = await _choice(client, tool_choice="required", parallel_tool_calls=False, seed=seed)
             assert (len(_check_calls(choice)), choice["finish_reason"]) == (1, "tool_calls")
 
 
-async def test_strict_functions_leave_text_free_and_hold_calls_to_their_schemas():
-    """The token that opens a call is made likely, since a random model would not say it."""
+async def test_strict_functions_constrain_only_their_calls():
+    """The token that opens a call is made likely, since a random model would not emit it."""
     async with _served(False) as client:
         choice = await _choice(client, tools=STRICT, seed=1, max_tokens=60, logit_bias={str(CALL_TOKEN): 8})
     assert _check_calls(choice)
     assert choice["message"]["content"]
 
 
-async def test_a_schema_that_cannot_be_kept_is_refused_only_where_it_must_be():
+async def test_unsupported_schema_is_refused_only_when_forced():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"not": {"type": "string"}}}}}}]
     async with _served(False) as client:
         response = await client.post(URL, json=chat(tools=tools, tool_choice="required"))
@@ -156,7 +156,7 @@ async def test_answers_have_their_format_beside_tools(special: bool | None, tool
         assert (_check_calls(forced), forced["message"]["content"]) == (["weather"], None)
 
 
-async def test_a_format_that_cannot_be_kept_is_named_beside_tools():
+async def test_unsupported_format_is_refused_beside_tools():
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
     async with _served(False) as client:
         for choice in ("auto", "required"):

@@ -37,7 +37,7 @@ def _whole(chunks: list[Any]) -> tuple[dict[str, Any], str]:
 
 
 async def test_calls_whole_and_streamed():
-    """One call is the most that the form can say: the first of the text."""
+    """The form holds only one call: the first of the text."""
     for chunks in ((1,), (2, 5), (1000,)):
         async with in_process(_engine(chunks=chunks), tokenizer=calling()) as client:
             whole = (await client.post(URL, json=chat(functions=FUNCTIONS))).json()

@@ -24,7 +24,7 @@ CALL = written("time", "{}")
 
 
 def _engine(text: str = TEXT, special: bool | None = False, **fields: Any) -> FakeEngine:
-    """Return an engine that says the text and ends."""
+    """Return an engine that emits the text and ends."""
     ids = thinking("qwen3", special).encode(text + "<|end|>")
     fields = {"chunks": (1, 4, 2), "max_model_len": 1500, "vocab_size": 410, "eos_token_ids": (ids[-1],), **fields}
     return FakeEngine(script=says(ids), **fields)
@@ -137,7 +137,7 @@ async def test_log_probabilities_and_ids_have_every_token():
 
 
 async def test_reasoning_left_out_or_left_in():
-    """vLLM's switch and SGLang's. Neither changes what the engine is asked for."""
+    """vLLM's switch and SGLang's. Neither changes the engine's request."""
     engine = _engine()
     expected: list[tuple[dict[str, Any], tuple[str | None, str]]] = [
         ({"include_reasoning": False}, (None, CONTENT)),
@@ -304,7 +304,7 @@ async def test_tokens_alone_show_that_a_model_reasons(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("parser", "expected"), [("none", (None, TEXT)), ("think", (REASONING, CONTENT)), ("auto", (None, TEXT))]
 )
-async def test_the_setting_overrides_what_is_found(parser: str, expected: tuple[str | None, str]):
+async def test_parser_setting_overrides_detection(parser: str, expected: tuple[str | None, str]):
     """A model without signs of reasoning, then one with them."""
     text = says(calling().encode(TEXT))
     async with in_process(FakeEngine(script=text, max_model_len=900), tokenizer=calling(), reasoning_parser=parser) as client:

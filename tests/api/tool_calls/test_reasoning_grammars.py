@@ -154,7 +154,7 @@ async def test_splitting_changes_no_token():
     assert len(found) == 18
 
 
-async def test_the_engine_is_asked_for_the_block():
+async def test_reasoning_block_reaches_the_engine():
     engine = FakeEngine(max_model_len=900, vocab_size=V, eos_token_ids=(0,))
     fields = {"structured_outputs": {"regex": "a+"}}
     off = {"chat_template_kwargs": {"enable_thinking": False}}

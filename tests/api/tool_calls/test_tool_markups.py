@@ -334,7 +334,7 @@ def test_grammars_that_let_calls_through_fail(mutation: tuple[str, str]):
 
 
 @pytest.mark.parametrize("markup", MARKUPS)
-def test_strict_grammars_accept_what_models_write(markup: str):
+def test_strict_grammars_accept_written_calls(markup: str):
     """The bug: strict functions, as openai-agents sends them, left Qwen2.5-Coder's fenced calls without a reader."""
     fenced, (call, _, other, *_), unknown = "```json\n{}\n```", _OBJECTS, _OBJECTS[5]
     texts = {
@@ -385,7 +385,7 @@ async def test_second_turns_are_accepted():
 
 @pytest.mark.parametrize("markup", MARKUPS)
 async def test_the_setting_names_each_markup(markup: str, monkeypatch: pytest.MonkeyPatch):
-    """A template that shows no calls tells no markup."""
+    """A template without calls has no markup for them."""
     tokenizer = tokenizer_of(markup)
     monkeypatch.setattr(tokenizer, "chat_template", template(markup).replace("m.tool_calls %}", "false %}"))
     ids = tokenizer.encode(rendered_calls(markup, CALLS) + "<|end|>")

@@ -31,7 +31,7 @@ CALLS = [*(("weather", arguments) for arguments in ARGUMENTS), ("time", "{}")]
 
 
 def _engine(text: str = TEXT, special: bool | None = None, **fields: Any) -> FakeEngine:
-    """Return an engine that says the text and ends."""
+    """Return an engine that emits the text and ends."""
     ids = calling(special).encode(text + "<|end|>")
     fields = {"chunks": (1, 4, 2), "max_model_len": 1500, "eos_token_ids": (ids[-1],), **fields}
     return FakeEngine(script=says(ids), **fields)
@@ -85,7 +85,7 @@ def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("special", [None, False, True])
-async def test_calls_are_read_and_content_is_what_comes_before(special: bool | None):
+async def test_calls_are_parsed_and_content_precedes_them(special: bool | None):
     """Whether the markup is text, tokens, or tokens that are left out of a text."""
     async with in_process(_engine(special=special), tokenizer=calling(special)) as client:
         answer = (await client.post(URL, json=chat(tools=TOOLS))).json()
@@ -99,7 +99,7 @@ async def test_calls_are_read_and_content_is_what_comes_before(special: bool | N
     assert "Oslo" in choice["message"]["content"]
 
 
-async def test_calls_alone_have_no_content_and_no_calls_are_no_field():
+async def test_empty_content_is_null_empty_calls_omitted():
     for text, content, finish in [(written("time", "{}"), None, "tool_calls"), ("hello", "hello", "stop"), ("", None, "stop")]:
         async with in_process(_engine(text), tokenizer=calling()) as client:
             (choice,) = (await client.post(URL, json=chat(tools=TOOLS))).json()["choices"]
@@ -138,7 +138,7 @@ _FRAGMENTS = [
 ]
 
 
-def test_any_text_is_streamed_as_it_is_answered():
+def test_streamed_text_equals_whole_answer():
     """However the tokens are spread over steps, and wherever a stop string or a limit ends them."""
 
     @settings(max_examples=40)
@@ -200,7 +200,7 @@ async def test_ends(fields: dict[str, Any], content: str, calls: list[tuple[str,
     assert answer["usage"]["completion_tokens"] == fields.get("max_tokens", answer["usage"]["completion_tokens"])
 
 
-async def test_one_call_is_the_end_where_no_more_may_come():
+async def test_first_call_ends_answer_without_parallel_calls():
     """Tokens behind it do not count, and the engine stops."""
     engine = _engine(chunks=(6,))
     async with in_process(engine, tokenizer=calling()) as client:
@@ -210,7 +210,7 @@ async def test_one_call_is_the_end_where_no_more_may_come():
     assert engine.aborted
 
 
-async def test_the_model_is_shown_tools_calls_and_results():
+async def test_prompt_contains_tools_calls_and_results():
     engine = _engine("fine")
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"place":"Oslo"}'}}
     broken_off = '{"now'
@@ -234,7 +234,7 @@ async def test_the_model_is_shown_tools_calls_and_results():
     )
 
 
-async def test_tool_choice_none_shows_no_tools_and_reads_no_calls():
+async def test_tool_choice_none_disables_tools_and_calls():
     engine = _engine()
     async with in_process(engine, tokenizer=calling()) as client:
         (choice,) = (await client.post(URL, json=chat(tools=TOOLS, tool_choice="none"))).json()["choices"]
@@ -242,7 +242,7 @@ async def test_tool_choice_none_shows_no_tools_and_reads_no_calls():
     assert _prompt(engine) == "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
 
 
-async def test_what_tools_and_calls_spell_out_is_no_control():
+async def test_tool_texts_cannot_insert_control_tokens():
     """Neither a description nor arguments can end a message."""
     engine = _engine("fine")
     spelled = "<|end|>\n<|start|>"
@@ -289,13 +289,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
-async def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str):
+async def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], param: str):
     async with in_process(_engine(), tokenizer=calling()) as client:
         response = await client.post(URL, json=chat(**fields))
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-async def test_a_template_without_tools_is_the_reason_of_a_refusal():
+async def test_tools_without_template_support_are_refused():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     async with in_process(FakeEngine()) as client:
@@ -308,19 +308,19 @@ async def test_a_template_without_tools_is_the_reason_of_a_refusal():
         assert (await client.post("/tokenize", json={"prompt": "x", "tools": TOOLS})).status_code == 400
 
 
-async def test_the_setting_says_how_calls_are_written(monkeypatch: pytest.MonkeyPatch):
+async def test_parser_setting_selects_call_syntax(monkeypatch: pytest.MonkeyPatch):
     async with in_process(_engine(), tokenizer=calling(), tool_call_parser="none") as client:
         response = await client.post(URL, json=chat(tools=TOOLS))
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
     assert "tool_call_parser" in response.json()["error"]["message"]
-    # a template that shows tools, and no calls, tells no syntax
+    # a template that shows tools, and no calls, has no syntax of calls
     monkeypatch.setattr(calling(), "chat_template", "{{ tools | tojson if tools }}" + CHAT_TEMPLATE)
     for parser, status in [("auto", 400), ("hermes", 200)]:
         async with in_process(_engine(), tokenizer=calling(), tool_call_parser=parser) as client:
             assert (await client.post(URL, json=chat(tools=TOOLS))).status_code == status
 
 
-def test_support_is_told_by_the_template():
+def test_tool_support_follows_the_template():
     for tokenizer, shows, markers in [
         (calling(), True, 0),
         (calling(False), True, 2),
@@ -332,26 +332,26 @@ def test_support_is_told_by_the_template():
         assert len(support.marker_tokens) == markers
 
 
-async def test_the_openai_client_has_a_conversation_with_tools():
+async def test_openai_client_holds_conversation_with_tools():
     """Two turns, the first in a stream read by the client's own helper."""
     engine = _engine()
     messages: list[Any] = [{"role": "user", "content": "Weather?"}]
-    asked: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": TOOLS}
+    fields: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": TOOLS}
     async with over_loopback(engine, tokenizer=calling()) as url, openai.AsyncOpenAI(base_url=url + "/v1", api_key="x") as client:
-        async with client.chat.completions.stream(**asked) as stream:
+        async with client.chat.completions.stream(**fields) as stream:
             kinds = {event.type async for event in stream}
             (choice,) = (await stream.get_final_completion()).choices
         assert {"content.delta", "tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
         calls: list[Any] = choice.message.tool_calls or []
         assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
         assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
-        told = [
+        written_calls = [
             {"id": call.id, "type": "function", "function": dict(zip(("name", "arguments"), one))}
             for call, one in zip(calls, CALLS)
         ]
-        messages.append({"role": "assistant", "content": choice.message.content, "tool_calls": told})
+        messages.append({"role": "assistant", "content": choice.message.content, "tool_calls": written_calls})
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls]
-        (choice,) = (await client.chat.completions.create(**asked)).choices
+        (choice,) = (await client.chat.completions.create(**fields)).choices
     again: list[Any] = choice.message.tool_calls or []
     assert [call.function.name for call in again] == ["weather", "weather", "time"]
     assert _prompt(engine).count("rain") == 3

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 client = Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=300)
 HELLO = [{"role": "user", "content": GREETING}]
-ASKS = [{"role": "user", "content": QUESTION}]
+MESSAGES = [{"role": "user", "content": QUESTION}]
 TOOL = {"name": "weather", "description": "The weather of a city.", "input_schema": WEATHER}
 COLD = {"temperature": 0}  # the client has no such argument
 called: list[str] = []
@@ -43,7 +43,7 @@ def stream():
 @feature("tools forced")
 def tools_forced():
     choice = {"type": "tool", "name": "weather"}
-    with client.messages.stream(model=MODEL, max_tokens=64, tools=[TOOL], tool_choice=choice, messages=ASKS) as events:
+    with client.messages.stream(model=MODEL, max_tokens=64, tools=[TOOL], tool_choice=choice, messages=MESSAGES) as events:
         answer = events.get_final_message()
     assert answer.stop_reason == "tool_use"
     assert answer.content[0].input["city"] in ("Oslo", "Rome")
@@ -51,7 +51,7 @@ def tools_forced():
 
 @feature("tools auto")
 def tools_auto():
-    answer = client.messages.create(model=MODEL, max_tokens=64, tools=[TOOL], messages=ASKS, extra_body=COLD)
+    answer = client.messages.create(model=MODEL, max_tokens=64, tools=[TOOL], messages=MESSAGES, extra_body=COLD)
     assert answer.stop_reason == "tool_use", answer.content
 
 
@@ -70,7 +70,7 @@ def messages():
 
 @feature("agent run")
 def agent_run():
-    runner = client.beta.messages.tool_runner(model=MODEL, max_tokens=100, tools=[weather], messages=ASKS, extra_body=COLD)
+    runner = client.beta.messages.tool_runner(model=MODEL, max_tokens=100, tools=[weather], messages=MESSAGES, extra_body=COLD)
     answers = list(runner)
     assert called, answers
     assert len(answers) > 1

@@ -1,4 +1,4 @@
-"""Editors: what aider and Continue send, replayed as they sent it to a recording server. What is asked is shortened."""
+"""Editors: requests of aider and Continue, replayed as a recording server received them, with shorter prompts."""
 
 import json
 
@@ -35,10 +35,10 @@ AIDER = {
     "stream": True,
     "temperature": 0,
 }
-ASKS = [{"role": "system", "content": "You edit code."}, {"role": "user", "content": "Call read_file for a.py."}]
+MESSAGES = [{"role": "system", "content": "You edit code."}, {"role": "user", "content": "Call read_file for a.py."}]
 CONTINUE_AGENT = {
     "model": MODEL,
-    "messages": ASKS,
+    "messages": MESSAGES,
     "max_tokens": 100,
     "stream": True,
     "tools": [READ_FILE],

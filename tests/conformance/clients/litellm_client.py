@@ -9,7 +9,7 @@ from pydantic import BaseModel
 OPENAI = {"model": f"openai/{MODEL}", "api_base": BASE, "api_key": KEY, "timeout": 300, "num_retries": 0}
 ANTHROPIC = {**OPENAI, "model": f"anthropic/{MODEL}", "api_base": URL}
 HELLO = [{"role": "user", "content": GREETING}]
-ASKS = [{"role": "user", "content": QUESTION}]
+MESSAGES = [{"role": "user", "content": QUESTION}]
 TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather of a city.", "parameters": WEATHER}}
 litellm.suppress_debug_info = True
 
@@ -37,13 +37,13 @@ def stream():
 @feature("tools forced")
 def tools_forced():
     choice = {"type": "function", "function": {"name": "weather"}}
-    call = completion(ASKS, tools=[TOOL], tool_choice=choice).choices[0].message.tool_calls[0]
+    call = completion(MESSAGES, tools=[TOOL], tool_choice=choice).choices[0].message.tool_calls[0]
     assert json.loads(call.function.arguments)["city"]
 
 
 @feature("tools auto")
 def tools_auto():
-    answer = completion(ASKS, tools=[TOOL])
+    answer = completion(MESSAGES, tools=[TOOL])
     assert answer.choices[0].message.tool_calls, answer.choices[0].message.content
 
 
@@ -66,12 +66,12 @@ def responses():
 @feature("messages")
 async def messages():
     assert completion(HELLO, 8, ANTHROPIC).choices[0].message.content
-    assert completion(ASKS, 64, ANTHROPIC, tools=[TOOL], tool_choice="required").choices[0].message.tool_calls
+    assert completion(MESSAGES, 64, ANTHROPIC, tools=[TOOL], tool_choice="required").choices[0].message.tool_calls
     answer = await litellm.anthropic.messages.acreate(messages=HELLO, max_tokens=16, **OPENAI)
     assert answer["content"][0]["text"]
     tool = {"name": "weather", "description": "The weather of a city.", "input_schema": WEATHER}
     answer = await litellm.anthropic.messages.acreate(
-        messages=ASKS, max_tokens=64, tools=[tool], tool_choice={"type": "any"}, temperature=0, **OPENAI
+        messages=MESSAGES, max_tokens=64, tools=[tool], tool_choice={"type": "any"}, temperature=0, **OPENAI
     )
     assert answer["content"][0]["input"]["city"]
 

@@ -1,4 +1,4 @@
-// Vercel's ai over @ai-sdk/openai (Responses and chat), @ai-sdk/openai-compatible and @ai-sdk/anthropic. As features.py says.
+// Vercel's ai over @ai-sdk/openai (Responses and chat), @ai-sdk/openai-compatible and @ai-sdk/anthropic. The features are those of features.py.
 import { readFileSync } from 'node:fs'
 import { createAnthropic } from '@ai-sdk/anthropic'
 import { createOpenAI } from '@ai-sdk/openai'
@@ -23,7 +23,7 @@ const tools = {
 }
 const greeting = { prompt: 'Say hello.', maxOutputTokens: 16, maxRetries: 0, temperature: 0 }
 const question = { prompt: 'What is the weather in Oslo? Use the tool.', maxOutputTokens: 100, maxRetries: 0, temperature: 0, tools }
-const asked = { prompt: 'Write a person as JSON: name Ann, age 30.', maxOutputTokens: 64, maxRetries: 0, temperature: 0, output: person }
+const personRequest = { prompt: 'Write a person as JSON: name Ann, age 30.', maxOutputTokens: 64, maxRetries: 0, temperature: 0, output: person }
 
 function check(value, what) {
   if (!value) throw new Error(what)
@@ -53,7 +53,7 @@ async function auto(model) {
 }
 
 async function structured(model) {
-  check((await generateText({ model, ...asked })).output.name, 'no object')
+  check((await generateText({ model, ...personRequest })).output.name, 'no object')
 }
 
 async function agent(model) {

@@ -1,4 +1,4 @@
-"""The comparison with other engines, without them: who takes part, what is loaded at a time, rounds and blocks, the tables."""
+"""The comparison with other engines, without them: contenders, what is loaded at a time, rounds and blocks, the tables."""
 
 import csv
 import io
@@ -112,9 +112,9 @@ def subject(tmp_path: Path, has_gguf: bool = True, has_draft: bool = True) -> Su
     return Subject(weights("large"), draft, tmp_path / "config.yaml", tree, ("float32", "int8"), 2, 4, 256)
 
 
-def test_a_peer_that_is_not_set_up_is_named_and_left_out(tmp_path: Path):
-    asked = contenders_of(subject(tmp_path))
-    chosen, why = those_ready(asked)
+def test_missing_peer_is_named_and_left_out(tmp_path: Path):
+    requested = contenders_of(subject(tmp_path))
+    chosen, why = those_ready(requested)
     assert [one.name for one in chosen] == [
         f"latebranch.{dtype}.{how}" for dtype in ("float32", "int8") for how in ("plain", "fixed", "adaptive")
     ]
@@ -122,7 +122,7 @@ def test_a_peer_that_is_not_set_up_is_named_and_left_out(tmp_path: Path):
     assert all("python -m benchmarks.peers setup" in line for line in why)
 
 
-def test_who_can_run_the_model_takes_part_once(tmp_path: Path):
+def test_each_capable_engine_takes_part_once(tmp_path: Path):
     both = [one.name for one in contenders_of(subject(tmp_path))]
     assert len(set(both)) == len(both)
     some = {"transformers.float32.assisted", "transformers.continuous.bfloat16", "llama.cpp.shipped", "llama.cpp.q8_0.draft"}
@@ -133,7 +133,7 @@ def test_who_can_run_the_model_takes_part_once(tmp_path: Path):
     assert set(without) == {None, "transformers", "vllm", "onnxruntime-genai", "mnn"}
 
 
-def test_our_fixed_tree_is_asked_of_the_server_that_adapts(tmp_path: Path):
+def test_fixed_tree_uses_the_adaptive_server(tmp_path: Path):
     ours = {one.name: one for one in contenders_of(subject(tmp_path)) if one.peer is None}
     fixed, adaptive, plain = (ours[f"latebranch.int8.{how}"] for how in ("fixed", "adaptive", "plain"))
     assert fixed.launch == adaptive.launch != plain.launch
@@ -143,7 +143,7 @@ def test_our_fixed_tree_is_asked_of_the_server_that_adapts(tmp_path: Path):
     assert str(delayed.expansion) == "2.2.3"
 
 
-def test_setting_up_twice_installs_once_and_another_release_anew(monkeypatch: pytest.MonkeyPatch, cache: Path):
+def test_setup_installs_each_release_once(monkeypatch: pytest.MonkeyPatch, cache: Path):
     commands: list[list[str]] = []
 
     def run(command: list[str]) -> None:
@@ -221,7 +221,7 @@ def test_conversions_run_once_without_leftovers(monkeypatch: pytest.MonkeyPatch,
     assert [one.name for one in conversion.target.parent.iterdir()] == [conversion.target.name]
 
 
-def test_an_install_that_failed_is_not_set_up(monkeypatch: pytest.MonkeyPatch):
+def test_failed_install_is_not_set_up(monkeypatch: pytest.MonkeyPatch):
     def run(command: list[str]) -> None:
         raise setup.SetupError("no")
 
@@ -243,7 +243,7 @@ def test_peers_stay_loaded_while_memory_allows(cast: Cast):
     assert cast.running == []
 
 
-def test_what_a_peer_took_counts_when_it_comes_again(cast: Cast):
+def test_measured_memory_counts_at_next_start(cast: Cast):
     cast.bytes_held[launch("a")] = 240
     with Stable(250, cast.start) as held:
         held.peer(launch("a"))
@@ -258,7 +258,7 @@ def design(concurrencies: tuple[int, ...] = (1,), temperatures: tuple[float, ...
     return Design(concurrencies, temperatures, **{**usual, **how})
 
 
-def test_blocks_are_kinds_alone_and_by_turns_where_requests_run_beside_each_other():
+def test_blocks_mix_kinds_only_when_concurrent():
     blocks = blocks_of(design((1, 3), (0.0, 1.0)), PROMPTS, 2)
     assert {(b.kind, b.concurrency, b.temperature) for b in blocks} == {
         (kind, concurrency, temperature)
@@ -271,13 +271,13 @@ def test_blocks_are_kinds_alone_and_by_turns_where_requests_run_beside_each_othe
     assert next(block for block in blocks if block.temperature == 0).job(8, {}).seeds[0] is None
 
 
-def measured(out: Path, cast: Cast, asked: Design, contestants: list[Contender]) -> list[dict[str, Any]]:
+def measured(out: Path, cast: Cast, plan: Design, contestants: list[Contender]) -> list[dict[str, Any]]:
     with Stable(10_000, cast.start) as held:
-        Measurement(asked, contestants, held, out).run(PROMPTS, {"left_out": ["vllm is not set up"]})
+        Measurement(plan, contestants, held, out).run(PROMPTS, {"left_out": ["vllm is not set up"]})
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_every_round_gives_every_contender_the_same_jobs(tmp_path: Path, cast: Cast):
+def test_contenders_receive_same_jobs_each_round(tmp_path: Path, cast: Cast):
     one, other = Contender("one", None, launch("one")), Contender("other", None, launch("other"), max_concurrency=1)
     lines = measured(tmp_path / "out", cast, design((1, 2), num_rounds=2), [one, other])
     assert lines[0]["left_out"] == ["vllm is not set up"]
@@ -293,7 +293,7 @@ def test_every_round_gives_every_contender_the_same_jobs(tmp_path: Path, cast: C
     assert [line["round"] for line in measured(tmp_path / "out", cast, design(), [one])[-2:]] == [2, 2]
 
 
-def test_what_others_disturbed_is_measured_again(tmp_path: Path, cast: Cast, monkeypatch: pytest.MonkeyPatch):
+def test_disturbed_measurement_is_repeated(tmp_path: Path, cast: Cast, monkeypatch: pytest.MonkeyPatch):
     readings = iter([0.5, 0.1, 0.6, 0.7, 0.8])
 
     class Watch:
@@ -304,13 +304,13 @@ def test_what_others_disturbed_is_measured_again(tmp_path: Path, cast: Cast, mon
             return next(readings)
 
     monkeypatch.setattr(measure, "ForeignCpu", Watch)
-    asked = design(max_foreign_cpus=0.2, num_retries=2)
-    lines = measured(tmp_path / "out", cast, asked, [Contender("one", None, launch("one"))])
+    plan = design(max_foreign_cpus=0.2, num_retries=2)
+    lines = measured(tmp_path / "out", cast, plan, [Contender("one", None, launch("one"))])
     assert [line["foreign_cpus"] for line in lines[1:]] == [0.5, 0.1, 0.6, 0.7, 0.8]
     assert "4 of 5 measurements left out" in report(tmp_path / "out", 0.2)
 
 
-def test_who_fails_is_out_of_the_run_and_the_file_says_why(tmp_path: Path, cast: Cast):
+def test_failing_peer_leaves_run_with_reason(tmp_path: Path, cast: Cast):
     cast.fails_above[launch("weak")] = 10
     strong, weak = Contender("strong", None, launch("strong")), Contender("weak", None, launch("weak"))
     lines = measured(tmp_path / "out", cast, design(num_tokens=16, num_rounds=2), [strong, weak])
@@ -321,7 +321,7 @@ def test_who_fails_is_out_of_the_run_and_the_file_says_why(tmp_path: Path, cast:
     assert "Failed: weak: really." in report(tmp_path / "out", 9.0)
 
 
-def test_a_peer_that_does_not_start_is_out_too(tmp_path: Path, cast: Cast, monkeypatch: pytest.MonkeyPatch):
+def test_unstartable_peer_is_recorded_as_failed(tmp_path: Path, cast: Cast, monkeypatch: pytest.MonkeyPatch):
     def start(launch: Launch, client: Any, log: Path) -> Peer:
         raise PeerDied("it did not become ready")
 
@@ -347,7 +347,7 @@ def rows(tmp_path: Path) -> Any:
     return write
 
 
-def test_a_ratio_is_ours_over_theirs_by_round(rows: Any):
+def test_ratio_divides_rates_of_same_round(rows: Any):
     found = rows(
         line("latebranch.int8.plain", 0, 30.0),
         line("latebranch.int8.plain", 1, 20.0),
@@ -361,7 +361,7 @@ def test_a_ratio_is_ours_over_theirs_by_round(rows: Any):
     assert found["llama.cpp"][1:] == ["15.0", "20", "10.0", "1.0", "–", "4", "2.00 (1.00–3.00)"]
 
 
-def test_disturbed_measurements_and_their_ratios_are_left_out(rows: Any):
+def test_disturbed_measurements_and_ratios_are_excluded(rows: Any):
     found = rows(
         line("latebranch.int8.plain", 0, 30.0, foreign_cpus=0.5),
         line("latebranch.int8.plain", 1, 20.0, foreign_cpus=None),
@@ -372,7 +372,7 @@ def test_disturbed_measurements_and_their_ratios_are_left_out(rows: Any):
     assert found["latebranch.int8.plain"][1] == "20.0"
 
 
-def test_greedy_texts_are_compared_with_the_reference_of_their_round(rows: Any):
+def test_greedy_texts_match_reference_of_round(rows: Any):
     found = rows(
         line("transformers.float32", 0, 5.0, token_ids=[[1, 2], [3, 4]]),
         line("transformers.float32", 1, 5.0, token_ids=[[5, 6], [7, 8]]),
@@ -384,7 +384,7 @@ def test_greedy_texts_are_compared_with_the_reference_of_their_round(rows: Any):
     assert found["llama.cpp"][5] == "–"
 
 
-def test_the_short_report_tells_each_ratio_once(tmp_path: Path):
+def test_short_report_lists_each_ratio_once(tmp_path: Path):
     names = ("latebranch.int8.adaptive", "latebranch.int8.plain", "llama.cpp")
     lines = [line(name, number, 10.0 * (3 - place)) for place, name in enumerate(names) for number in range(2)]
     path = tmp_path / "peers.jsonl"
@@ -392,8 +392,8 @@ def test_the_short_report_tells_each_ratio_once(tmp_path: Path):
     tables = report(path, 0.2, is_short=True).split("\n\n")
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in tables[1].splitlines()]
     assert rows[0][3:] == ["peer", "int8.adaptive over it", "int8.plain over it"]
-    told = {row[3]: row[4:] for row in rows[2:]}
-    assert told == {
+    ratios = {row[3]: row[4:] for row in rows[2:]}
+    assert ratios == {
         "latebranch.int8.plain": ["1.50 (1.50–1.50)", ""],
         "llama.cpp": ["3.00 (3.00–3.00)", "2.00 (2.00–2.00)"],
     }
@@ -405,7 +405,7 @@ def test_the_short_report_tells_each_ratio_once(tmp_path: Path):
     assert list(csv.reader(text.getvalue().splitlines())) == [["model", *rows[0]], *(["small", *row] for row in rows[2:])]
 
 
-def test_setup_installs_those_that_are_named_or_all(monkeypatch):
+def test_setup_installs_named_or_all_peers(monkeypatch):
     installed: list[str] = []
     monkeypatch.setattr(peers_main, "set_up", installed.append)
     for words in ([], ["openvino"]):
@@ -418,7 +418,7 @@ def test_setup_installs_those_that_are_named_or_all(monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_drawn_tokens_have_the_models_distribution(temperature: float):
+def test_sampled_tokens_have_the_models_distribution(temperature: float):
     """An adapter that draws for a library must draw as the library's peers do: by temperature alone, no token left out."""
     logits = np.array([2.0, -1.0, 0.5, 0.0, 3.0], np.float32)
     draws = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""The replay of what roots tell: ways that know it are ahead where there is something to know, and none is where there is not."""
+"""The replay of roots: ways that use their features are ahead where features are informative, and only there."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ from selector.network.replay import best_places
 NUM_TEXTS, NUM_ROOTS = 30, 20
 
 
-def paper_roots(tells: float) -> Known:
-    """Return roots with two trees of one and eight nodes; a scalar tells by how much they are accepted, or says nothing."""
+def paper_roots(informativeness: float) -> Known:
+    """Return roots with two trees of one and eight nodes; a scalar predicts their acceptance, or nothing."""
     rng = np.random.default_rng(3)
     count = NUM_TEXTS * NUM_ROOTS
     acceptance = rng.choice([0.05, 0.9], count)
@@ -18,11 +18,11 @@ def paper_roots(tells: float) -> Known:
     tokens = np.stack([np.ones(count), 1.0 + came[:, 0], 1.0 + came.sum(1)], axis=1)
     seconds = np.tile([1.0, 1.2, 2.2], (count, 1))
     means = np.tile(tokens.mean(0), (count, 1))
-    heard = tells * acceptance + (1.0 - tells) * rng.random(count)
+    features = informativeness * acceptance + (1.0 - informativeness) * rng.random(count)
     return Known(
         texts=tuple(f"text-{place // NUM_ROOTS}" for place in range(count)),
         temperature_R=np.zeros(count),
-        features_RX=heard[:, None],
+        features_RX=features[:, None],
         states_RX=rng.normal(size=(count, 4)).astype(np.float32),
         counted_RK=means,
         counted_s_RK=seconds,
@@ -36,30 +36,30 @@ def rates(known: Known) -> dict[str, float]:
     return {name: float(rate.split()[0]) for name, rate, *_ in replayed(known)}
 
 
-def test_what_roots_tell_is_found():
-    found = rates(paper_roots(tells=1.0))
+def test_informative_roots_improve_choices():
+    found = rates(paper_roots(informativeness=1.0))
     assert found["plain decoding"] == 1.0
     for way in ("linear", "network"):
         assert found[way] > 1.1 * found["one least chance"]
     assert found["what came"] >= found["linear"]
 
 
-def test_where_roots_tell_nothing_nobody_is_ahead():
-    found = rates(paper_roots(tells=0.0))
+def test_uninformative_roots_improve_nothing():
+    found = rates(paper_roots(informativeness=0.0))
     for way in ("linear", "network", "counting"):
         assert found[way] == pytest.approx(found["one least chance"], rel=0.05)
 
 
-def test_every_root_is_asked_about_once_and_no_text_is_learnt_from_and_asked_about():
+def test_folds_cover_roots_and_separate_texts():
     texts = [f"text-{place % 7}" for place in range(50)]
-    asked = []
+    covered = []
     for learnt, of_fold in folds(texts):
         assert not {texts[row] for row in learnt} & {texts[row] for row in of_fold}
-        asked += of_fold.tolist()
-    assert sorted(asked) == list(range(50))
+        covered += of_fold.tolist()
+    assert sorted(covered) == list(range(50))
 
 
-def test_choices_make_the_most_of_all_seconds_not_of_each_step():
+def test_choices_maximise_overall_rate():
     """A dear tree that brings more a second than plain decoding, but less than what else the seconds could buy, is left."""
     tokens, seconds = np.array([[1.0, 4.0], [1.0, 1.3]]), np.array([[1.0, 1.1], [1.0, 1.2]])
     assert most_over_all(tokens, seconds).tolist() == [1, 0]

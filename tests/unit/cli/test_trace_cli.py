@@ -61,7 +61,7 @@ def test_one_request_is_shown_alone(trace, capsys):
     assert shown(capsys, trace, "--request", "nobody") == []
 
 
-def test_the_last_steps_are_those_that_would_be_shown(trace, capsys):
+def test_last_steps_are_shown(trace, capsys):
     assert shown(capsys, trace, "--last", 1) == [*ENGINE, *STEP_3, *ROW_A, *ROW_C]
     assert shown(capsys, trace, "--last", 9) == WHOLE
     assert shown(capsys, trace, "--last", 1, "--request", "b") == [*ENGINE, *STEP_1, *ROW_B]
@@ -93,7 +93,7 @@ def test_trees_are_drawn_exactly(token_tree, path, drawing):
     assert drawn_tree(token_tree, path, spelt_as_ids) == drawing
 
 
-def test_known_drawings_kill_children_in_the_order_of_their_numbers(monkeypatch):
+def test_drawing_kills_children_sorted_by_number(monkeypatch):
     """The mutant forgets in which order children were drawn."""
     monkeypatch.setattr(TokenTree, "children", property(lambda tree: tuple(tuple(sorted(set(kids))) for kids in tree.draws)))
     token_tree = TokenTree((-1, 0, 0), (1, 2, 3), ((2, 1), (), ()))
@@ -113,7 +113,7 @@ def test_a_long_chain_is_drawn():
 
 
 @pytest.mark.parametrize("content", [None, b"a poem\n"])
-def test_mistakes_are_told_in_one_line(content, tmp_path, capsys):
+def test_mistakes_are_reported_in_one_line(content, tmp_path, capsys):
     if content is not None:
         (tmp_path / "file").write_bytes(content)
     assert main(["trace", "view", str(tmp_path / "file")]) == 1
@@ -129,7 +129,7 @@ def test_a_last_of_nothing_is_refused(trace, capsys):
     assert "at least 1" in capsys.readouterr().err
 
 
-def test_a_step_says_what_was_expected_of_it_where_somebody_chose(tmp_path, capsys):
+def test_step_shows_expected_time_and_reason(tmp_path, capsys):
     stats = replace(step(1).stats, policy_reason="speculation_pays", predicted_s=0.0075, predicted_speedup=1.5)
     path = tmp_path / "trace"
     path.write_bytes(encoded_line(HEADER) + encoded_line(TracedStep(stats)))

@@ -32,17 +32,17 @@ def data_in(page: str) -> Any:
     return json.loads(re.findall(r'<script type="application/json" id="recorded">(.*?)</script>', page, re.DOTALL)[0])
 
 
-def test_a_page_has_every_row_of_every_request(trace: Path, tmp_path: Path) -> None:
+def test_page_has_every_row_of_requests(trace: Path, tmp_path: Path) -> None:
     assert main(["trace", "html", str(trace), "--out", str(tmp_path / "page.html")]) == 0
-    told = {one["id"]: one["steps"] for one in data_in((tmp_path / "page.html").read_text())}
-    assert {name: [step["step"] for step in steps] for name, steps in told.items()} == {"a": [1, 3], "b": [1], "c": [3]}
-    root, *nodes = told["a"][0]["nodes"]
+    by_request = {one["id"]: one["steps"] for one in data_in((tmp_path / "page.html").read_text())}
+    assert {name: [step["step"] for step in steps] for name, steps in by_request.items()} == {"a": [1, 3], "b": [1], "c": [3]}
+    root, *nodes = by_request["a"][0]["nodes"]
     assert (root["part"], root["accepted"]) == ("root", True)
     assert [node["parent"] for node in nodes] == [0, 1, 2, 1, 0]
     assert [node["num_draws"] for node in nodes] == [2, 1, 1, 2, 1]
     assert [node["accepted"] for node in nodes] == [True, False, False, False, False]
-    assert told["a"][0]["extra"]["token_id"] == 6
-    assert told["c"][0]["extra"] is None
+    assert by_request["a"][0]["extra"]["token_id"] == 6
+    assert by_request["c"][0]["extra"] is None
 
 
 @pytest.mark.parametrize(("flags", "names"), [(["--request", "b"], ["b"]), (["--last", "1"], ["a", "c"])])
@@ -52,7 +52,9 @@ def test_a_page_of_some_rows(trace: Path, tmp_path: Path, flags: list[str], name
 
 
 @pytest.mark.parametrize("flags", [["--request", "nobody"], ["--out", "/nowhere/page.html"]])
-def test_mistakes_are_told_in_one_line(trace: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported_in_one_line(
+    trace: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["trace", "html", str(trace), "--out", str(tmp_path / "page.html"), *flags]) == 1
     streams = capsys.readouterr()
     assert streams.err.startswith("latebranch trace: ")
@@ -64,7 +66,7 @@ def whole_page(title: str = "trace") -> str:
     return page_of(shown_steps(RECORDS, None), named_by_id, title)
 
 
-def test_the_policy_of_a_page_names_its_own_script_and_style() -> None:
+def test_page_policy_names_its_script_and_style() -> None:
     """A browser runs a text whose digest the policy has, and no other."""
     page = whole_page()
     for kind, pattern in {"script": r'<script type="module">(.*?)</script>', "style": r"<style>(.*?)</style>"}.items():
@@ -85,13 +87,13 @@ def test_the_worked_example_is_todays_drawing() -> None:
     assert trace_page._filled(data, "example.trace") == example.read_text()
 
 
-def test_the_playgrounds_example_is_a_step_of_it() -> None:
+def test_playground_example_is_a_documented_step() -> None:
     step = json.loads((trace_page._FOLDER / "example.json").read_text())
     assert step in data_in((DOCS / "example.html").read_text())[0]["steps"]
     assert sum(node["accepted"] for node in step["nodes"]) == step["num_emitted"] == 6
 
 
-def test_no_name_stands_twice_in_the_joined_modules() -> None:
+def test_joined_modules_have_unique_names() -> None:
     """Two modules had a function `made` each, and the page stayed empty."""
     names = re.findall(r"^(?:async )?(?:function\*?|const|let|class) (\w+)", trace_page._script(), re.MULTILINE)
     assert len(names) > 10
@@ -99,7 +101,7 @@ def test_no_name_stands_twice_in_the_joined_modules() -> None:
 
 
 def test_no_token_breaks_out_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model says is data: it opens no element and ends none."""
+    """A model's text is data: it opens no element and ends none."""
     evil = "</script><script>alert(1)</script>"
     page = page_of(shown_steps(RECORDS, None), lambda _: TokenText(evil, evil.encode()), "<title>")
     assert "alert(1)</script>" not in page

@@ -10,7 +10,7 @@ from engine.core.types import Grammar, GrammarKind, SamplingParams
 HELD = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a*"))
 
 
-def test_a_grammar_makes_a_distribution_beside_other_edits():
+def test_grammar_with_other_edits_has_distribution():
     for fields in (
         {},
         {"allowed_token_ids": (1, 7)},
@@ -31,12 +31,12 @@ def test_a_grammar_makes_a_distribution_beside_other_edits():
         ("grammar", {"grammar": Grammar(GrammarKind.LARK, "a" * (MAX_GRAMMAR_CHARS + 1))}),
     ],
 )
-def test_what_cannot_be_kept_is_refused(param, fields):
+def test_unsatisfiable_limits_are_refused(param, fields):
     with pytest.raises(NoDistribution) as refused:
         require_probs(replace(HELD, **fields), 10, (7, 8))
     assert refused.value.param == param
 
 
-def test_a_model_without_an_end_token_cannot_complete_a_text():
+def test_model_without_end_token_is_refused():
     with pytest.raises(NoDistribution, match="no end token is possible"):
         require_probs(HELD, 10, ())

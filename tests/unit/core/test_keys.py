@@ -29,7 +29,7 @@ def test_the_interval_is_open_at_both_ends():
     assert uniform(key_of_first_bits(0), 0) == 2.0**-53
 
 
-def test_sample_zero_keeps_the_seed_and_others_differ():
+def test_first_sample_keeps_seed_others_differ():
     seeds = [derived_seed(5, index) for index in range(50)]
     assert seeds[0] == 5
     assert len(set(seeds)) == 50

@@ -25,7 +25,7 @@ def sized(tree: TreeName, num_nodes: int = 12) -> Expansion:
 
 
 @pytest.mark.parametrize("tree", ["delayed_distinct", "static", "heap", "threshold", "greedy_sample", "beam", "noise_aware"])
-def test_an_inexact_pair_is_refused_by_both_names(tree: TreeName) -> None:
+def test_inexact_pair_is_refused_with_both_names(tree: TreeName) -> None:
     with pytest.raises(InexactPairError, match=f"'specinfer'.*'{tree}'.*coupled are"):
         require_exact(sized(tree), "specinfer")
 
@@ -48,18 +48,18 @@ def test_set_rules_suit_fixed_widths(verifier: str) -> None:
     assert suited == {"delayed_distinct", "static", "greedy_sample"}
 
 
-def test_only_the_coupled_rule_may_judge_what_the_noise_chose() -> None:
+def test_shared_noise_trees_need_coupled_verifier() -> None:
     assert [name for name in VERIFIER_NAMES if is_exact(TreeKind.SHARED_NOISE, name)] == ["coupled"]
 
 
 @pytest.mark.parametrize("verifier", VERIFIER_NAMES)
-def test_a_verifier_named_alone_gets_a_tree_that_it_is_exact_on(verifier: str) -> None:
+def test_verifier_alone_gets_an_exact_tree(verifier: str) -> None:
     require_exact(sized(default_tree(verifier)), verifier)
 
 
 @pytest.mark.parametrize("tree", TREE_NAMES)
 @pytest.mark.parametrize("preferred", VERIFIER_NAMES)
-def test_a_tree_named_alone_gets_a_verifier_that_is_exact_on_it(tree: TreeName, preferred: str) -> None:
+def test_tree_alone_gets_an_exact_verifier(tree: TreeName, preferred: str) -> None:
     require_exact(sized(tree), verifier_for(sized(tree), preferred))
     if is_exact(sized(tree).kind, preferred):
         assert verifier_for(sized(tree), preferred) == preferred
@@ -91,7 +91,7 @@ def fits(fit) -> None:
     check()
 
 
-def test_what_is_fitted_is_exact_no_larger_and_no_plainer() -> None:
+def test_fitted_tree_is_exact_and_not_larger() -> None:
     fits(fitted)
 
 
@@ -104,12 +104,12 @@ def test_what_is_fitted_is_exact_no_larger_and_no_plainer() -> None:
         lambda expansion, verifier: fitted(expansion, verifier).limited(1, 40),
     ],
 )
-def test_a_fit_that_changes_nothing_or_too_much_is_found_out(mutant) -> None:
+def test_wrong_fits_are_detected(mutant) -> None:
     with pytest.raises((AssertionError, InexactPairError, BaseExceptionGroup)):
         fits(mutant)
 
 
-def test_an_unknown_verifier_is_an_error_that_lists_the_known() -> None:
-    for ask in (lambda: require_exact(DELAYED, "sequoia"), lambda: default_tree("sequoia")):
+def test_unknown_verifier_error_lists_known_names() -> None:
+    for call in (lambda: require_exact(DELAYED, "sequoia"), lambda: default_tree("sequoia")):
         with pytest.raises(UnknownVerifierError, match=r"'sequoia'; there are nss, naive, .*, coupled"):
-            ask()
+            call()

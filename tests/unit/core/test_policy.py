@@ -12,7 +12,7 @@ VIEW = SequenceView("r", 50, 10, 6, 1, SamplingParams(), Speculation(), "travers
 
 
 @given(expansions(), st.integers(0, 5))
-def test_fixed_and_plain_wish_the_same_for_all(expansion, num_views):
+def test_fixed_and_plain_choose_uniformly(expansion, num_views):
     assert FixedExpansion(expansion).choose([VIEW] * num_views) == ExpansionChoice(
         (expansion,) * num_views, Reason.FIXED, 1.0, None
     )

@@ -12,7 +12,7 @@ from engine.core.validation import RequestRefused, require_runnable
 INFO = ModelInfo("m", 100, 50, 1000, (2,), "float32", "cpu", "none", "traversal", "plain")
 
 
-def test_what_can_run_passes():
+def test_runnable_requests_pass():
     require_runnable(Request("r", (1, 99), SamplingParams(max_tokens=48)), INFO)
     bias = ((0, -100.0), (99, 100.0))
     require_runnable(Request("r", (1,), SamplingParams(logit_bias=bias, allowed_token_ids=(0, 99), min_tokens=16)), INFO)
@@ -81,7 +81,7 @@ def test_an_unknown_verifier_is_refused_by_name():
         require_runnable(Request("r", (1,), speculation=Speculation(verifier="guess")), INFO)
 
 
-def test_a_pair_that_is_not_lossless_is_refused_by_both_names():
+def test_lossy_pair_is_refused_with_both_names():
     heap = Expansion(0, 3, 4, "heap", 8)
     with pytest.raises(RequestRefused, match="'specinfer' is not lossless on 'heap' trees"):
         require_runnable(Request("r", (1,), speculation=Speculation(expansion=heap, verifier="specinfer")), INFO)

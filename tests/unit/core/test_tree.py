@@ -1,4 +1,4 @@
-"""Shape laws of expansions and token trees."""
+"""Shape properties of expansions and token trees."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -60,7 +60,7 @@ def test_shape_distributions(tree):
 
 
 @given(token_trees(max_nodes=20))
-def test_a_node_is_never_shallower_than_its_index_allows(tree):
+def test_node_index_is_at_least_depth(tree):
     """Compaction moves entries left only: on any path the node at depth d has index >= d."""
     assert all(node >= depth for node, depth in enumerate(tree.depths))
 
@@ -179,7 +179,7 @@ def check_limited(limited, expansion: Expansion, max_depth: int, max_tokens: int
 
 
 @given(expansions(6, 6, 6), st.integers(0, 14), st.integers(0, 40))
-def test_limited_keeps_both_limits_and_as_much_as_it_can(expansion, max_depth, max_tokens):
+def test_limited_tree_is_largest_within_limits(expansion, max_depth, max_tokens):
     check_limited(Expansion.limited, expansion, max_depth, max_tokens)
 
 
@@ -218,7 +218,7 @@ def test_an_expansion_is_written_with_dots():
 
 
 @given(any_expansions(40, 6, 12))
-def test_an_expansion_is_read_as_it_is_written(expansion):
+def test_expansion_survives_text_round_trip(expansion):
     assert parse_expansion(str(expansion)) == expansion
 
 
@@ -230,7 +230,7 @@ def test_an_expansion_is_read_as_it_is_written(expansion):
         ("noise_aware.6.2.1@0.000001", Expansion(0, 1, 2, "noise_aware", 6, 1e-6)),
     ],
 )
-def test_a_least_chance_is_written_behind_the_tree(text, read):
+def test_acceptance_threshold_follows_tree_in_text(text, read):
     assert parse_expansion(text) == read == parse_expansion(str(read))
 
 
@@ -238,7 +238,7 @@ WRONGLY_WRITTEN = ["noise_aware.8@", "noise_aware.8@1.0", "noise_aware.8@-0.1", 
 
 
 @pytest.mark.parametrize("text", [*WRONGLY_WRITTEN, "noise_aware.8@0.2@0.3", "noise_aware@0.2"])
-def test_a_least_chance_that_is_none_is_refused(text):
+def test_invalid_acceptance_threshold_is_refused(text):
     with pytest.raises(ValueError, match=r"an expansion is written|least chance"):
         parse_expansion(text)
 
@@ -247,13 +247,13 @@ NO_LEAST_CHANCES = [*(("noise_aware", least) for least in (1.0, 1e-7, -0.1, floa
 
 
 @pytest.mark.parametrize(("tree", "least"), NO_LEAST_CHANCES)
-def test_only_chances_that_are_known_have_a_least(tree, least):
+def test_threshold_requires_known_chances(tree, least):
     with pytest.raises(ValueError, match="chance"):
         Expansion(0, 4, 8, tree, 16, least)
 
 
 @given(any_expansions(40, 6, 12), st.integers(0, 14), st.integers(0, 50))
-def test_a_limited_expansion_is_the_same_tree_within_its_limits(expansion, max_depth, max_nodes):
+def test_limited_expansion_keeps_tree_and_threshold(expansion, max_depth, max_nodes):
     limited = expansion.limited(max_depth, max_nodes)
     assert limited.max_depth <= min(max_depth, expansion.max_depth)
     assert limited.num_draft_tokens <= min(max_nodes, expansion.num_draft_tokens)
@@ -264,7 +264,7 @@ def test_a_limited_expansion_is_the_same_tree_within_its_limits(expansion, max_d
     assert whole is whole.limited(expansion.max_depth, expansion.num_draft_tokens)
 
 
-def test_branches_without_depth_are_none_once_limited():
+def test_limited_branches_without_depth_are_dropped():
     assert Expansion(4, 3, 0).limited(9, 9) == Expansion(4, 1, 0)
     assert Expansion(0, 3, 0).limited(9, 9) == PLAIN
 
@@ -272,7 +272,7 @@ def test_branches_without_depth_are_none_once_limited():
 @pytest.mark.parametrize(
     "wrong", [(1, 2, 3, "heap", 4), (0, 2, 0, "heap", 4), (0, 2, 3, "heap", 0), (2, 2, 3, "delayed", 9), (0, 1, 1, "oak", 3)]
 )
-def test_trees_that_are_none_are_refused(wrong):
+def test_invalid_trees_are_refused(wrong):
     with pytest.raises(ValueError, match="tree"):
         Expansion(*wrong)
 
@@ -282,7 +282,7 @@ def test_node_costs_must_ascend():
         GrowthCosts(nodes=(0.2, 0.1))
 
 
-def test_least_chances_follow_node_costs():
+def test_thresholds_follow_node_costs():
     tree = parse_expansion("noise_aware.3@0.2")
     assert GrowthCosts(node=0.4).least_chances(tree) == (0.2,) * 3
     assert GrowthCosts(node=0.4).least_chances(replace(tree, least_chance=0.0)) == (0.4,) * 3
@@ -291,7 +291,7 @@ def test_least_chances_follow_node_costs():
 
 
 TREE = Expansion(0, 4, 4, "noise_aware", 12)
-LEAST_TOLD = [  # what nodes a tree has, its expansion, its growth costs, and down to which chance it has all that there were
+COMPLETE_ABOVE = [  # what nodes a tree has, its expansion, its growth costs, and down to which chance it has all that there were
     ((0.9, 0.4), replace(TREE, least_chance=0.3), FREE_GROWTH, 0.3),
     ((0.9, 0.4), replace(TREE, least_chance=0.3), GrowthCosts(nodes=(0.0, 0.01, 0.05, 0.2)), 0.05),
     ((0.9, 0.4, 0.1), replace(TREE, least_chance=0.3, max_nodes=3), GrowthCosts(nodes=(0.0, 0.01, 0.05)), 0.1),  # it is full
@@ -300,6 +300,6 @@ LEAST_TOLD = [  # what nodes a tree has, its expansion, its growth costs, and do
 ]
 
 
-@pytest.mark.parametrize(("chances", "expansion", "growth_costs", "least"), LEAST_TOLD)
-def test_a_tree_tells_down_to_which_chance_it_has_all_nodes(chances, expansion, growth_costs, least):
+@pytest.mark.parametrize(("chances", "expansion", "growth_costs", "least"), COMPLETE_ABOVE)
+def test_complete_above_finds_the_lowest_chance(chances, expansion, growth_costs, least):
     assert growth_costs.complete_above(expansion, chances) == least

@@ -1,4 +1,4 @@
-"""The index of texts by context: it tells what a look at every place tells."""
+"""The index of texts by context: its matches are those of an exhaustive search."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -44,12 +44,12 @@ def check(several: Texts, context: list[int]) -> None:
 
 
 @given(texts, st.lists(tokens, max_size=12))
-def test_a_match_is_what_a_look_at_every_place_finds(several, context):
+def test_match_equals_exhaustive_search(several, context):
     check(several, context)
 
 
 @given(st.lists(tokens, max_size=40), st.integers(1, 5))
-def test_contexts_are_compared_so_far_and_no_farther(text, most):
+def test_contexts_are_compared_up_to_limit(text, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_tree, "MAX_CONTEXT", most)
         for end in range(len(text) + 1):
@@ -57,7 +57,7 @@ def test_contexts_are_compared_so_far_and_no_farther(text, most):
 
 
 @given(st.lists(tokens, min_size=1, max_size=40))
-def test_a_text_can_be_asked_at_every_token_while_it_grows(text):
+def test_growing_text_is_matched_at_every_token(text):
     tree = ContextTree()
     tree.begin()
     for end, token_id in enumerate(text):
@@ -66,7 +66,7 @@ def test_a_text_can_be_asked_at_every_token_while_it_grows(text):
 
 
 @given(texts, st.integers(1, 4))
-def test_what_was_known_of_a_token_is_told_as_it_is_added(several, least):
+def test_append_returns_the_match_before_it(several, least):
     check_learning(several, least)
 
 
@@ -84,7 +84,7 @@ def enough(match: Match | None, least: int) -> Match | None:
     return match if match is not None and match.length >= least else None
 
 
-def test_learning_kills_a_token_that_foretells_itself_and_counts_that_grow_on(monkeypatch):
+def test_learning_kills_self_predicting_and_growing_counts(monkeypatch):
     several: Texts = [([], [0, 1, 2, 0, 1, 1, 2, 0, 1, 2, 0, 1])]
     check_learning(several, 2)
     for counts in (lambda node, token_id: dict(node.counts), lambda node, token_id: node.counts):
@@ -94,7 +94,7 @@ def test_learning_kills_a_token_that_foretells_itself_and_counts_that_grow_on(mo
 
 
 def learning(counts_of: Callable[[Any, int], dict[int, int]]) -> Callable[..., Match | None]:
-    """Return a way to learn that tells these counts of the last fork."""
+    """Return a way to learn that returns these counts of the last fork."""
 
     def learn(tree: ContextTree, token_id: int, least: int) -> Match | None:
         node = tree._add(token_id)
@@ -104,7 +104,7 @@ def learning(counts_of: Callable[[Any, int], dict[int, int]]) -> Callable[..., M
 
 
 @given(texts, st.lists(tokens, max_size=12), st.integers(0, 12), st.integers(1, 4))
-def test_what_stands_before_a_token_is_matched_as_if_nothing_came_after(several, text, end, least):
+def test_earlier_match_ignores_later_tokens(several, text, end, least):
     check_before(several, text, min(end, len(text)), least)
 
 
@@ -132,7 +132,7 @@ def test_matches_before_a_token_kill(mutant, monkeypatch):
 
 
 @given(texts, st.lists(tokens, max_size=12), st.data())
-def test_trees_of_parts_of_a_text_say_together_what_its_own_tree_says(several, context, data):
+def test_merged_partial_trees_equal_one_tree(several, context, data):
     """A text is cut into two, as prompt and output are, and texts are put into two trees."""
     check_parts([([], one) for _, one in several], context, data.draw(st.integers(0, 30)))
 
@@ -143,7 +143,7 @@ def check_parts(several: Texts, context: list[int], cut: int) -> None:
     assert (reduce(merged, known) if known else None) == tree_of(several).match(context)
 
 
-def test_parts_kill_the_first_match_and_one_of_the_longest(monkeypatch):
+def test_parts_kill_wrong_merges(monkeypatch):
     several: Texts = [([], [0, 1, 2, 0, 1, 0, 0, 1, 2])]
     check_parts(several, [0, 1], 5)
     for mutant in (lambda one, other: one, lambda one, other: max(one, other, key=lambda match: match.length)):
@@ -162,7 +162,7 @@ def forks(tree: ContextTree) -> int:
 
 
 @given(st.lists(tokens, max_size=60), st.integers(1, 3))
-def test_memory_is_a_fork_a_token_at_most_however_often_a_text_repeats(text, times):
+def test_memory_is_at_most_fork_per_token(text, times):
     assert forks(tree_of([([], text * times)])) <= len(text) * times
 
 

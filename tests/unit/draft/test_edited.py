@@ -1,11 +1,11 @@
-"""Which edits of logits may take the place of a foretold token."""
+"""Edits of logits that may replace a predicted token."""
 
 import pytest
 
 from engine.core.types import Grammar, GrammarKind, SamplingParams
 from engine.draft.text.edited import may_suppress
 
-LAW = (5, 7)
+TOKENS = (5, 7)
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ LAW = (5, 7)
         (3, {"min_tokens": 4, "stop_token_ids": (6,)}),
     ],
 )
-def test_edits_that_leave_a_distribution_alone_or_raise_it(num_generated, fields):
-    assert not may_suppress(SamplingParams(**fields), LAW, num_generated)
+def test_harmless_edits_do_not_suppress_tokens(num_generated, fields):
+    assert not may_suppress(SamplingParams(**fields), TOKENS, num_generated)
 
 
 @pytest.mark.parametrize(
@@ -38,5 +38,5 @@ def test_edits_that_leave_a_distribution_alone_or_raise_it(num_generated, fields
         (3, {"min_tokens": 4, "stop_token_ids": (5,)}),
     ],
 )
-def test_edits_that_may_hinder_one_of_its_tokens(num_generated, fields):
-    assert may_suppress(SamplingParams(**fields), LAW, num_generated)
+def test_suppressing_edits_are_detected(num_generated, fields):
+    assert may_suppress(SamplingParams(**fields), TOKENS, num_generated)

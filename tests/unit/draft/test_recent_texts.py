@@ -34,7 +34,7 @@ names = st.sampled_from(["a/1", "a/2", "a/3", "b/1", "c/1", ""])
 
 
 @given(st.lists(st.tuples(names, st.integers(0, 30)), max_size=30), st.integers(0, 90), st.integers(0, 150), st.integers(0, 40))
-def test_no_bound_is_passed_and_the_books_balance(several, of_tenant, tokens, prompt_len):
+def test_limits_and_token_counts_hold(several, of_tenant, tokens, prompt_len):
     limits = RecentLimits(of_tenant, tokens, tenants_of_group=2, tenants=3)
     outputs = [(tenant, [1000 * number + i for i in range(length)]) for number, (tenant, length) in enumerate(several)]
     recent = remembering(limits, outputs, range(prompt_len))
@@ -54,23 +54,23 @@ def known(*tenants: str, limits: RecentLimits = LIMITS) -> list[str]:
     return list(remembering(limits, outputs)._tenants)
 
 
-def test_the_least_lately_used_tenant_is_forgotten_first_in_its_group_and_in_all():
+def test_least_recently_used_tenant_is_evicted_first():
     assert known("a/1", "b/1", "a/2", "a/1", "a/3") == ["b/1", "a/1", "a/3"]
     assert known("a/1", "b/1", "c/1", "a/1", "d/1") == ["c/1", "a/1", "d/1"]
     assert known("a/1", "b/1", "c/1", limits=RecentLimits(100, 25)) == ["b/1", "c/1"]
 
 
-def test_a_key_that_names_many_users_drives_out_its_own():
+def test_key_with_many_users_evicts_its_own():
     assert known("b/1", *(f"a/{user}" for user in range(50))) == ["b/1", "a/48", "a/49"]
 
 
-def test_bounds_of_groups_kill_one_group_for_all(monkeypatch):
+def test_group_limits_kill_a_shared_group(monkeypatch):
     monkeypatch.setattr(recent_texts, "group_of", lambda tenant: "")
     with pytest.raises(AssertionError):
-        test_a_key_that_names_many_users_drives_out_its_own()
+        test_key_with_many_users_evicts_its_own()
 
 
-def test_who_is_there_is_forgotten_last():
+def test_touched_tenant_is_evicted_last():
     recent = RecentTexts(LIMITS, Indexer())
     for tenant in ("a/1", "b/1", "c/1"):
         recent.add(tenant, (), range(10))
@@ -80,7 +80,7 @@ def test_who_is_there_is_forgotten_last():
     assert list(recent._tenants) == ["c/1", "a/1", "d/1"]
 
 
-def test_an_output_that_is_there_is_not_stored_again():
+def test_repeated_output_is_stored_once():
     """One-token answers of one prompt were stored with their contexts, 33 tokens each, and counted as one."""
     prompt = list(range(100, 140))
     assert remembering(RecentLimits(10_000), [("a", [7])] * 500, prompt).num_tokens == 0
@@ -89,7 +89,7 @@ def test_an_output_that_is_there_is_not_stored_again():
     assert recent.num_tokens == stored(recent, "a") <= 10_000
 
 
-def test_what_is_told_again_outlives_what_is_not():
+def test_repeated_output_outlives_single_outputs():
     """An output among the elder is stored anew, so that it is not forgotten with them."""
     often, once = [1, 2, 3, 4, 5], [[10 * number + i for i in range(5)] for number in range(10, 40)]
     outputs = [("a", output) for one in once for output in (often, one)]
@@ -98,7 +98,7 @@ def test_what_is_told_again_outlives_what_is_not():
     assert not any(tree.match(once[0][:-1]) for tree in recent.trees_of("a"))
 
 
-def test_of_a_long_output_the_end_is_remembered():
+def test_end_of_long_output_is_kept():
     recent = remembering(RecentLimits(20), [("a", range(50))], range(100, 110))
     (tree, _) = recent.trees_of("a")
     assert num_stored(tree) == recent.num_tokens == 10

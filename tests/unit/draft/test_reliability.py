@@ -10,7 +10,7 @@ from engine import native
 from engine.draft.trees.calibration import Reliability
 from engine.native.library import NUM_SHARES
 
-RIGHT = {False: 1.2, True: 0.5}  # times as often as their chances say: a model's tokens, and cached ones
+RIGHT = {False: 1.2, True: 0.5}  # times as often as their chances predict: a model's tokens, and cached ones
 
 
 def taught(kind: type[Reliability] = Reliability) -> Reliability:
@@ -27,7 +27,7 @@ def check(found: Reliability) -> None:
             assert found.corrected(chance, is_cached) == pytest.approx(chance * right, rel=0.2)
 
 
-def test_each_source_is_corrected_by_what_came_of_its_own():
+def test_each_source_is_corrected_separately():
     check(taught())
 
 
@@ -48,7 +48,7 @@ def test_correction_kills(mutant):
         check(taught(mutant))
 
 
-def test_nothing_is_surer_than_sure_and_a_share_is_of_its_chance_alone():
+def test_corrected_chance_is_at_most_one():
     found = Reliability()
     for _ in range(500):
         found.observe(0.9, False, is_accepted=True)
@@ -57,7 +57,7 @@ def test_nothing_is_surer_than_sure_and_a_share_is_of_its_chance_alone():
     assert found.corrected(0.91, True) == pytest.approx(0.75 * 0.91)
 
 
-def test_shares_are_what_corrects():
+def test_shares_determine_corrections():
     found = taught()
     for is_cached in (False, True):
         for place, edge in enumerate(found.EDGES):

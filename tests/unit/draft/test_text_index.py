@@ -1,4 +1,4 @@
-"""Texts on their way into trees: a bounded part at a time, of use at once, each text once for all who have it."""
+"""Texts on their way into trees: a bounded part at a time, of use at once, each text once for all its requests."""
 
 import gc
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def tree_of(several: Sequence[TextWithContext]) -> ContextTree:
 
 
 @given(texts, st.integers(1, 7), token_ids)
-def test_parts_make_the_tree_that_all_at_once_makes_and_no_part_is_larger_than_asked_for(several, most, context):
+def test_partial_indexing_builds_the_whole_tree(several, most, context):
     index = TextIndex()
     for text in several:
         index.add(text)
@@ -38,7 +38,7 @@ def test_parts_make_the_tree_that_all_at_once_makes_and_no_part_is_larger_than_a
     assert index.tree.match(context) == tree_of(several).match(context)
 
 
-def test_a_text_is_drafted_from_as_far_as_it_has_come():
+def test_partially_indexed_text_is_matched():
     index = TextIndex()
     index.add(TextWithContext((9,), tuple(range(8))))
     index.index_tokens(3)
@@ -59,7 +59,7 @@ def indexed(lengths: Sequence[int], num_steps: int, most: int) -> tuple[list[int
     return [len(index.tree._text) - 1 if index.tree._text else 0 for index in indexes], done
 
 
-def test_a_step_indexes_no_more_than_it_may_and_short_texts_do_not_wait_for_long_ones(monkeypatch):
+def test_indexing_is_bounded_and_fair_per_step(monkeypatch):
     monkeypatch.setattr(text_index, "_TOKENS_PER_TURN", 5)
     assert indexed([50, 3, 50], 1, 9) == ([5, 3, 1], [9])
     assert indexed([50, 3, 50], 12, 9) == ([50, 3, 50], [9] * 11 + [4])
@@ -71,7 +71,7 @@ def test_turns_kill_first_come_first_served(monkeypatch):
         assert indexed([50, 3, 50], 1, 9)[0][1] == 3
 
 
-def test_a_text_is_indexed_once_for_all_requests_of_a_tenant_that_have_it():
+def test_text_is_indexed_once_per_tenant():
     indexer, text = Indexer(), TextWithContext((1,), tuple(range(50)))
     indexes = [indexer.index_of("mine", TextWithContext(*map(tuple, map(list, text)))) for _ in range(128)]
     others = [indexer.index_of("other", text), indexer.index_of("mine", TextWithContext((2,), text.token_ids))]
@@ -79,7 +79,7 @@ def test_a_text_is_indexed_once_for_all_requests_of_a_tenant_that_have_it():
     assert indexer.advance(1000) == 3 * 50
 
 
-def test_what_nobody_has_any_more_is_not_indexed():
+def test_released_text_is_not_indexed():
     indexer = Indexer()
     index = indexer.index_of("mine", TextWithContext((), tuple(range(50))))
     indexer.advance(10)
@@ -89,5 +89,5 @@ def test_what_nobody_has_any_more_is_not_indexed():
     assert not indexer._shared
 
 
-def test_a_context_is_cut_where_nothing_is_compared_any_more():
+def test_context_is_cut_at_comparison_limit():
     assert text_with_context(range(100), (7,)) == TextWithContext(tuple(range(68, 100)), (7,))

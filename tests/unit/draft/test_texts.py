@@ -1,4 +1,4 @@
-"""What a request may draft from: its own text, its prediction, its tenant's outputs; how laws are mixed and trusted."""
+"""The sources of a request's drafts: its own text, its prediction, its tenant's outputs; how they are mixed and trusted."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.unit.draft.test_context_tree import counted
 PROMPT = (5, 6, 7)
 
 
-def test_beside_a_model_what_it_gives_more_is_its_own_but_for_what_was_predicted():
+def test_origins_beside_model_keep_predicted_tokens():
     distribution = CachedDistribution({5: 0.5, 7: 0.5}, 0.5, frozenset({5}))
     assert distribution.origins_beside([False, False]) == {5: Origin(DraftSource.PREDICTION, False)}
     assert distribution.origins_beside([True, True]) == distribution.origins
@@ -40,7 +40,7 @@ def row_of(request_id: str, history: Sequence[int]) -> Row:
 def distribution(
     cache: TextCache, history: Sequence[int], path: Sequence[int] = (), request_id: str = "r"
 ) -> CachedDistribution | None:
-    """Return the law after a step in which the history was committed."""
+    """Return the distribution after a step in which the history was committed."""
     cache.advance([request_id])
     return cache.distributions_after([(row_of(request_id, history), path)])[0]
 
@@ -53,7 +53,7 @@ def begun(cache: TextCache, prompt: Sequence[int] = PROMPT, request_id: str = "r
 
 
 def known(cache: TextCache, *args: Any, **kwargs: Any) -> CachedDistribution:
-    """Return the law that there must be."""
+    """Return the distribution, which must exist."""
     found = distribution(cache, *args, **kwargs)
     assert found is not None
     return found
@@ -65,7 +65,7 @@ def predicted(cache: TextCache, most_tokens: int, least_chance: float = 0.5) -> 
     return cache.chain_length("r", most_tokens, least_chance)
 
 
-def said(cache: TextCache, output: Sequence[int], tenant: str, request_id: str = "earlier") -> None:
+def run_request(cache: TextCache, output: Sequence[int], tenant: str, request_id: str = "earlier") -> None:
     """Run a whole request of a tenant."""
     history = begun(cache, request_id=request_id, tenant=tenant)
     history += output
@@ -80,12 +80,12 @@ def test_the_longest_match_decides():
     assert known(TextCache(), [1, 2, 0, 1, 2, 3, 1, 2, 0, 1, 2]).probs == {3: 1.0}
 
 
-def test_matches_shorter_than_asked_for_say_nothing():
+def test_matches_below_minimum_are_ignored():
     assert distribution(TextCache(min_tokens=3), [1, 2, 0, 9, 1, 2]) is None
     assert distribution(TextCache(min_tokens=2), [1, 2, 0, 9, 1, 2]) is not None
 
 
-def test_the_distribution_follows_the_text_and_the_path():
+def test_distribution_follows_text_and_path():
     cache = TextCache()
     history = begun(cache)
     assert distribution(cache, history) is None
@@ -95,7 +95,7 @@ def test_the_distribution_follows_the_text_and_the_path():
     assert distribution(cache, history, (1,)) is None
 
 
-def test_a_prediction_is_expected_at_once_and_found_again_after_it_was_left():
+def test_prediction_is_used_and_found_again():
     cache = TextCache()
     history = begun(cache, prediction_ids=(20, 21, 22, 23, 24))
     assert list(known(cache, history).probs) == [20]
@@ -107,8 +107,8 @@ def test_a_prediction_is_expected_at_once_and_found_again_after_it_was_left():
     assert predicted(cache, 8) <= 2
 
 
-def test_a_prediction_that_comes_true_is_drafted_in_long_runs():
-    """What was right so far is believed: the longer the match, the longer the run, up to what is asked for."""
+def test_correct_prediction_is_drafted_in_long_runs():
+    """The longer the match, the longer the run, up to the requested length."""
     cache = TextCache()
     history = begun(cache, prediction_ids=tuple(range(100, 180)))
     runs = []
@@ -123,7 +123,7 @@ def test_a_prediction_that_comes_true_is_drafted_in_long_runs():
 
 
 def sureness(**sampling) -> tuple[bool, int]:
-    """Return whether the token after two that were foretold is sure, and how long a run goes on, under these parameters."""
+    """Return whether the token after two predicted ones is sure, and how long a run goes on, under these parameters."""
     cache, params = TextCache(), SamplingParams(**sampling)
     history = begun(cache, range(60, 110), prediction_ids=(20, 21, 22, *range(30, 60)), sampling=params)
     history += [20, 21]
@@ -133,8 +133,8 @@ def sureness(**sampling) -> tuple[bool, int]:
     return found.is_sure, length
 
 
-def test_what_a_request_forbids_or_penalises_is_not_sure():
-    """Text was called sure before the request's own edits: no model was asked, and what was forbidden ended the tree."""
+def test_forbidden_or_penalised_tokens_are_not_sure():
+    """The bug: text was sure before the request's own edits, so no model was queried, and a forbidden token ended the tree."""
     assert sureness() == sureness(logit_bias=((9, -100.0),)) == sureness(min_tokens=9, stop_token_ids=(9,)) == (True, 8)
     assert sureness(logit_bias=((22, -100.0),)) == sureness(repetition_penalty=1.1) == (False, 0)
     assert sureness(allowed_token_ids=tuple(range(20, 32))) == (True, 3)
@@ -145,7 +145,7 @@ def test_what_a_request_forbids_or_penalises_is_not_sure():
 def test_sureness_kills_a_judgement_before_the_edits(monkeypatch):
     monkeypatch.setattr(texts, "may_suppress", lambda sampling, token_ids, num_generated: False)
     with pytest.raises(AssertionError):
-        test_what_a_request_forbids_or_penalises_is_not_sure()
+        test_forbidden_or_penalised_tokens_are_not_sure()
 
 
 def test_run_ends_where_it_does_not_pay():
@@ -156,7 +156,7 @@ def test_run_ends_where_it_does_not_pay():
     assert lengths[0] > lengths[2] > lengths[-1] == 0
 
 
-def test_texts_are_indexed_in_steps_however_many_requests_have_them(monkeypatch):
+def test_shared_texts_are_indexed_in_steps(monkeypatch):
     """128 choices of a long prompt with a prediction stopped every step until each had an index of its own of both."""
     monkeypatch.setattr(texts, "MAX_INDEXED_PER_STEP", 100)
     cache, prompt, prediction = TextCache(), tuple(range(1000)), tuple(range(1000, 1500))
@@ -172,7 +172,7 @@ def test_texts_are_indexed_in_steps_however_many_requests_have_them(monkeypatch)
 
 
 def num_indexed(cache: TextCache) -> int:
-    """Return how many tokens lie in all trees, the output's aside."""
+    """Return how many tokens are stored in all trees, the output's aside."""
     texts_of = [index.tree._text for index in indexes_of(cache)]
     return sum(len(text) - (1 if text[1:2] == [0] else 1 + 32) for text in texts_of if text)
 
@@ -183,7 +183,7 @@ def indexes_of(cache: TextCache) -> list[TextIndex]:
     return list({id(index): index for index in found}.values())
 
 
-def test_choices_alike_share_what_does_not_change_and_not_what_they_say():
+def test_sibling_choices_share_only_the_prompt():
     cache = TextCache()
     mine, others = begun(cache, request_id="0"), begun(cache, request_id="1")
     mine += [8, 9, 5, 6, 7, 8]
@@ -194,7 +194,7 @@ def test_choices_alike_share_what_does_not_change_and_not_what_they_say():
 
 def test_outputs_are_drafted_from_for_their_tenant():
     cache = TextCache(recent=RecentLimits(100))
-    said(cache, [40, 41, 42, 43], "mine")
+    run_request(cache, [40, 41, 42, 43], "mine")
     history = begun(cache, tenant="mine", request_id="later")
     history += [41, 42]
     assert list(known(cache, history, request_id="later").probs) == [43]
@@ -202,12 +202,12 @@ def test_outputs_are_drafted_from_for_their_tenant():
 
 
 @given(st.sampled_from(["", "mine", "other"]), st.sampled_from(["", "mine", "other"]))
-def test_no_tenant_drafts_from_anothers_text_and_nobody_from_nobodys(earlier, later):
+def test_tenants_never_draft_from_each_other(earlier, later):
     check_isolation(TextCache(recent=RecentLimits(100)), earlier, later)
 
 
 def check_isolation(cache: TextCache, earlier: str, later: str) -> None:
-    said(cache, [40, 41, 42, 43], earlier)
+    run_request(cache, [40, 41, 42, 43], earlier)
     history = begun(cache, tenant=later, request_id="later")
     history += [41, 42]
     assert (distribution(cache, history, request_id="later") is not None) == (earlier == later != "")
@@ -229,23 +229,23 @@ def test_an_ended_request_leaves_nothing_behind():
     assert not cache._tracked
 
 
-def test_a_request_that_does_not_speculate_and_a_cache_of_predictions_follow_nothing():
+def test_unspeculative_requests_are_not_tracked():
     cache = TextCache()
     begun(cache, speculation=Speculation(is_enabled=False))
     assert not cache._tracked
     cache = TextCache(recent=RecentLimits(100), has_own_texts=False)
-    said(cache, [40, 41, 42, 43], "mine")
+    run_request(cache, [40, 41, 42, 43], "mine")
     history = begun(cache, (*PROMPT, *PROMPT), tenant="mine", prediction_ids=(1, 2))
     assert list(known(cache, history).probs) == [1]
     assert distribution(cache, [1, 2, 3, 1, 2], request_id="unknown") is None
 
 
 matches = st.builds(Match, st.integers(1, 32), st.dictionaries(st.integers(0, 9), st.integers(1, 9), min_size=1))
-told = st.lists(st.tuples(st.sampled_from(TextSource), matches, st.floats(0.001, 0.99)), min_size=1, max_size=4)
+mixtures = st.lists(st.tuples(st.sampled_from(TextSource), matches, st.floats(0.001, 0.99)), min_size=1, max_size=4)
 
 
-@given(told)
-def test_a_mixture_is_a_distribution_and_its_chance_lies_between_its_parts(several):
+@given(mixtures)
+def test_mixture_is_normalised_with_bounded_confidence(several):
     found = texts._mixture(several)
     assert sum(found.probs.values()) == pytest.approx(1.0)
     assert set(found.probs) == {token_id for _, match, _ in several for token_id in match.counts}
@@ -253,7 +253,7 @@ def test_a_mixture_is_a_distribution_and_its_chance_lies_between_its_parts(sever
     assert min(chances) - 1e-9 <= found.confidence <= max(chances) + 1e-9
 
 
-def test_chances_come_to_what_is_observed_by_source_and_kind_of_match():
+def test_confidence_converges_per_source_and_match():
     agreement = Agreement()
     long, short, split = Match(20, {1: 1}), Match(2, {1: 1}), Match(20, {1: 1, 2: 1})
     before = agreement.confidence(TextSource.RECENT, long)
@@ -269,8 +269,8 @@ def test_chances_come_to_what_is_observed_by_source_and_kind_of_match():
     assert agreement.confidence(TextSource.RECENT, long) == before
 
 
-def test_agreement_is_learnt_before_the_token_is_known():
-    """A text that never repeats teaches nothing; were tokens added first, each would foretell itself."""
+def test_agreement_is_learnt_before_token_is_added():
+    """A text that never repeats teaches nothing; were tokens added first, each would predict itself."""
     cache = TextCache(min_tokens=1)
     history = begun(cache)
     history += range(10, 60)
@@ -278,14 +278,14 @@ def test_agreement_is_learnt_before_the_token_is_known():
     assert not cache._agreement._rates
 
 
-def rates_of_a_text(is_asked: bool) -> dict[Any, Any]:
-    """Return what a text that repeats itself has taught; `is_asked` has somebody ask for its law and its runs in each step."""
+def rates_of_a_text(is_read: bool) -> dict[Any, Any]:
+    """Return what a text that repeats itself has taught; with `is_read` its distribution and runs are queried in each step."""
     cache = TextCache(min_tokens=1)
     history = begun(cache)
     for token_id in (8, 9, 5, 6, 7, 8, 9, 9, 5, 6, 7, 7, 8, 9, 5):
         history.append(token_id)
         cache.advance(["r"])
-        if is_asked:
+        if is_read:
             cache.distributions_after([(row_of("r", history), ())])
             cache.chain_length("r", 4, 0.5)
     cache.distributions_after([(row_of("r", history), ())])  # a sequence that queried the cache is followed to its end
@@ -293,7 +293,7 @@ def rates_of_a_text(is_asked: bool) -> dict[Any, Any]:
     return cache._agreement._rates
 
 
-def steps_that_follow(is_asked: bool) -> list[int]:
+def steps_that_follow(is_read: bool) -> list[int]:
     """Return after how many tokens each a text of 13 was followed."""
     cache = TextCache()
     history = begun(cache)
@@ -302,18 +302,18 @@ def steps_that_follow(is_asked: bool) -> list[int]:
         history.append(token_id)
         cache.advance(["r"])
         followed.append(cache._tracked["r"].num_unlearned == 0)
-        if is_asked:
+        if is_read:
             cache.distributions_after([(row_of("r", history), ())])
     ends = [place for place, is_followed in enumerate(followed) if is_followed]
     return [end - begin for begin, end in pairwise([-1, *ends])]
 
 
-def test_a_text_that_nobody_drafts_from_is_followed_some_tokens_at_a_time():
-    assert steps_that_follow(is_asked=True) == [1] * 13
-    assert steps_that_follow(is_asked=False) == [1, 8]  # who begins may draft at once
+def test_unused_text_is_followed_in_batches():
+    assert steps_that_follow(is_read=True) == [1] * 13
+    assert steps_that_follow(is_read=False) == [1, 8]  # a request that begins may draft at once
 
 
-def test_a_run_is_told_once_its_text_is_followed_and_then_token_by_token():
+def test_run_length_updates_as_text_is_followed():
     cache = TextCache()
     history = begun(cache)
     runs = []
@@ -327,28 +327,28 @@ def test_a_run_is_told_once_its_text_is_followed_and_then_token_by_token():
     assert all(runs[first:])
 
 
-def test_what_was_said_in_a_step_is_what_the_next_one_learns_from():
-    assert rates_of_a_text(is_asked=True) == rates_of_a_text(is_asked=False) != {}
+def test_learning_does_not_depend_on_reads():
+    assert rates_of_a_text(is_read=True) == rates_of_a_text(is_read=False) != {}
 
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=8)
-Steps = Sequence[tuple[Sequence[int], bool]]  # tokens committed in each, and whether somebody asks what follows them
+Steps = Sequence[tuple[Sequence[int], bool]]  # tokens committed in each, and whether the cache is queried after them
 
 
 @given(tokens, st.lists(st.tuples(tokens, st.booleans()), max_size=12), st.integers(1, 3))
-def test_a_text_teaches_what_a_look_at_every_place_foretold_of_each_token(prompt, steps, least):
+def test_learnt_rates_equal_exhaustive_search(prompt, steps, least):
     check_teaching(prompt, steps, least)
 
 
 def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
-    """However many tokens come together and whoever asks between them."""
+    """Tokens may be committed in any groups, with queries between them."""
     cache, expected = TextCache(least), Agreement()
     history = begun(cache, prompt)
     cache.advance(["r"])
-    for token_ids, is_asked in [*steps, ([], True)]:
+    for token_ids, is_read in [*steps, ([], True)]:
         history += token_ids
         cache.advance(["r"])
-        if is_asked:
+        if is_read:
             cache.distributions_after([(row_of("r", history), ())])
             cache.chain_length("r", 4, 0.5)
     cache.advance(["r"])
@@ -362,12 +362,12 @@ def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
 _add, _follow = ContextTree._add, TextCache._learn_committed
 
 
-def foretells_itself(tree: ContextTree, token_id: int, least: int) -> Match | None:
+def predicts_itself(tree: ContextTree, token_id: int, least: int) -> Match | None:
     fork = _add(tree, token_id)
     return Match(fork.depth, dict(fork.counts)) if fork.depth >= least else None
 
 
-def believes_what_was_said_of_another_token(cache: TextCache, one: texts._TrackedRequest) -> None:
+def learns_from_another_token(cache: TextCache, one: texts._TrackedRequest) -> None:
     one.next_matches = one.next_matches._replace(position=one.num_learned) if one.next_matches.matches else one.next_matches
     _follow(cache, one)
 
@@ -375,9 +375,9 @@ def believes_what_was_said_of_another_token(cache: TextCache, one: texts._Tracke
 @pytest.mark.parametrize(
     ("owner", "name", "mutant"),
     [
-        (ContextTree, "append_and_match", foretells_itself),
+        (ContextTree, "append_and_match", predicts_itself),
         (Match, "copy", lambda match: match),
-        (TextCache, "_learn_committed", believes_what_was_said_of_another_token),
+        (TextCache, "_learn_committed", learns_from_another_token),
     ],
 )
 def test_teaching_kills(owner, name, mutant, monkeypatch):

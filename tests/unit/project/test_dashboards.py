@@ -52,7 +52,7 @@ def test_documents_name_every_metric():
         assert f"`{name}`" in text or name.startswith(("process_", "python_")), name
 
 
-def test_every_panel_asks_for_the_chosen_model_and_data_source():
+def test_every_panel_queries_selected_model_and_source():
     variables = {variable["name"] for variable in dashboard()["templating"]["list"]}
     assert variables == {"DS_PROMETHEUS", "model_name"}
     for panel in panels():
@@ -90,7 +90,7 @@ def test_grafanas_own_schema_knows_every_field():
     assert [path for path in _lost_by_grafana(mutant) if path.endswith("lineWidht")]
 
 
-def test_panels_lie_side_by_side():
+def test_panels_do_not_overlap():
     places = [panel["gridPos"] for panel in dashboard()["panels"]]
     assert all(place["x"] + place["w"] <= 24 for place in places)
     for a, b in combinations(places, 2):
@@ -99,7 +99,7 @@ def test_panels_lie_side_by_side():
     assert len({panel["id"] for panel in dashboard()["panels"]}) == len(places)
 
 
-def test_grafana_is_given_the_source_and_the_folder():
+def test_grafana_receives_data_source_and_folder():
     provisioning = ROOT / "deploy" / "grafana" / "provisioning"
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     source = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"][0]
@@ -113,7 +113,7 @@ def test_grafana_is_given_the_source_and_the_folder():
     assert mounts["./deploy/grafana/provisioning"] == "/etc/grafana/provisioning"
 
 
-def test_alerts_say_how_grave_they_are_and_what_happened():
+def test_alerts_have_severity_and_summary():
     for rule in alerts():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
         assert "summary" in rule["annotations"]

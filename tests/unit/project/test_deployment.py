@@ -43,7 +43,7 @@ def _copied() -> list[str]:
     return [source for line in lines for source in line.split()]
 
 
-def test_prometheus_scrapes_the_server_of_the_compose_file():
+def test_prometheus_scrapes_the_compose_server():
     job = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][0]
     service, _, port = job["static_configs"][0]["targets"][0].partition(":")
     assert service in _compose()["services"]
@@ -51,7 +51,7 @@ def test_prometheus_scrapes_the_server_of_the_compose_file():
     assert job["metrics_path"] == "/metrics"
 
 
-def test_compose_mounts_what_exists_and_declares_its_volumes():
+def test_compose_mounts_exist_and_volumes_are_declared():
     compose = _compose()
     for name, service in compose["services"].items():
         assert {"build", "image"} & service.keys(), name
@@ -62,7 +62,7 @@ def test_compose_mounts_what_exists_and_declares_its_volumes():
 
 
 def test_compose_publishes_to_this_machine_only():
-    """The server asks for no key by default, so the outside must be somebody's decision."""
+    """The server requires no key by default, so a port open to other machines must be an explicit decision."""
     ports = [port for service in _compose()["services"].values() for port in service["ports"]]
     assert ports
     assert all(port.startswith("127.0.0.1:") for port in ports)
@@ -73,14 +73,14 @@ def test_compose_waits_longer_than_the_server_drains():
     assert grace_s > Settings.model_fields["drain_s"].default
 
 
-def test_the_image_is_given_every_file_it_copies():
+def test_dockerignore_allows_every_copied_file():
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert {"engine", "server", "selector", "configs", "constraints.txt", "LICENSE", "NOTICE"} <= set(_copied())
     for source in _copied():
         assert any(fnmatch.fnmatch(source, pattern) for pattern in allowed), source
 
 
-def test_the_image_compiles_the_library_and_leaves_the_compiler_behind():
+def test_image_has_library_but_no_compiler():
     _, build, image = (ROOT / "Dockerfile").read_text().split("\nFROM ")
     assert build.index("g++") < build.index("pip install -c constraints.txt .")
     assert "g++" not in image
@@ -113,7 +113,7 @@ def test_every_source_of_the_library_is_declared():
         assert extension["optional"]
 
 
-def test_the_image_drops_root_and_keeps_weights_in_the_mounted_volume():
+def test_image_drops_root_and_mounts_weights():
     dockerfile = (ROOT / "Dockerfile").read_text()
     cache = re.search(r"LATEBRANCH_CACHE=(\S+)", dockerfile)
     assert cache is not None
@@ -131,7 +131,7 @@ def test_containers_can_gain_no_privileges():
         assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"]), name
 
 
-def test_every_dependency_is_pinned_to_a_version_it_allows():
+def test_every_dependency_has_an_allowed_pin():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
     pins = _pins()
@@ -168,14 +168,14 @@ def test_lower_bounds_have_no_known_advisory():
         assert Version(bound.version) >= Version(first), name
 
 
-def test_pins_are_exact_and_free_of_local_builds():
+def test_pins_are_exact_without_local_builds():
     pins = _pins()
     assert pins["torch"] == "2.13.0"
     assert all(Version(version).local is None for version in pins.values())
 
 
 def test_compose_has_no_default_keys():
-    """The bug: the server of the compose file asked for no key, and Grafana's admin had the password `admin`."""
+    """The bug: the server of the compose file required no key, and Grafana's admin had the password `admin`."""
     services = _compose()["services"]
     for service, name in (("server", "LATEBRANCH_API_KEYS"), ("grafana", "GF_SECURITY_ADMIN_PASSWORD")):
         value = services[service]["environment"][name]
@@ -196,7 +196,7 @@ def test_more_hosts_leave_prometheus_its_own(wanted: str):
     assert job["static_configs"][0]["targets"][0].partition(":")[0] in hosts
 
 
-def test_keys_of_the_script_are_keys_of_the_compose_file(tmp_path: Path):
+def test_script_keys_match_the_compose_file(tmp_path: Path):
     (tmp_path / "deploy").mkdir()
     script = shutil.copy(ROOT / "deploy" / "keys.sh", tmp_path / "deploy")
     subprocess.run(["sh", script], check=True, capture_output=True)

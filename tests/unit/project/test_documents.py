@@ -180,7 +180,7 @@ def test_benchmarks_read_a_command_line(path: Path) -> None:
         'make serve ARGS="--no-such"',
     ],
 )
-def test_a_wrong_command_is_noticed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_command_is_detected(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert PROGRAM.match(line)
     words = Command("", line).words
     with pytest.raises((SystemExit, AssertionError)):
@@ -222,7 +222,7 @@ def test_drawings_are_made_by_the_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(DRAWINGS.glob("*.svg")), ids=lambda path: path.name)
-def test_drawings_stand_alone_in_light_and_dark(path: Path) -> None:
+def test_drawings_are_self_contained_in_both_themes(path: Path) -> None:
     text = path.read_text()
     assert "prefers-color-scheme: dark" in text
     assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}

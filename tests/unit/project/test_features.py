@@ -1,4 +1,4 @@
-"""docs/features.md names tests that there are, and a test for whatever it says is here."""
+"""The tests that docs/features.md names exist, and each supported feature names one."""
 
 import re
 from pathlib import Path
@@ -19,13 +19,13 @@ def is_test(name: str) -> bool:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
-def test_what_is_here_is_shown_by_a_test(row: list[str]):
+def test_every_supported_feature_has_a_test(row: list[str]):
     assert len(row) == 7
     shown_by = re.findall(r"`(tests/[^`]+)`", row[2])
     assert bool(shown_by) or row[1].startswith("no")
     assert all(map(is_test, shown_by)), shown_by
 
 
-def test_a_test_that_is_not_there_is_noticed():
+def test_missing_test_is_detected():
     assert not is_test("tests/unit/project/test_features.py::test_no_such")
     assert not is_test("tests/unit/no_such_file.py::test_it")

@@ -16,5 +16,5 @@ from tests.scheduling import group_of
         ("tests/e2e/test_readme.py::test_example_runs[bash0]", "server"),
     ],
 )
-def test_what_is_dear_to_load_is_loaded_once(node_id: str, group: str):
+def test_expensive_fixtures_load_once(node_id: str, group: str):
     assert group_of(node_id) == group

@@ -23,7 +23,7 @@ def group_of(num_keys: int) -> Group:
     return Group(tokens, keys, torch.ones(1, 2, num_keys, dtype=torch.bool), tokens, keys)
 
 
-def test_what_fits_passes():
+def test_matching_call_passes():
     assert checked(biased)(torch.zeros(2, 3), torch.zeros(3), 3).shape == (2, 3)
     assert checked(biased)(torch.zeros(4, 5), torch.zeros(5), 5).shape == (4, 5), "each call has axes of its own"
     assert group_of(num_keys=3)
@@ -43,6 +43,6 @@ def test_what_fits_passes():
     ],
     ids=["axes", "two arguments", "result", "dtype", "type", "field", "function of the engine", "method of the engine"],
 )
-def test_what_does_not_is_refused(call: Callable[[], object]):
+def test_mismatched_call_is_refused(call: Callable[[], object]):
     with pytest.raises(BeartypeCallHintViolation):
         call()

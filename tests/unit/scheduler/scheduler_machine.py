@@ -1,7 +1,7 @@
 """Random work for a scheduler: submit, step, abort, preempt, passes that go wrong; caches are simulated.
 
-A slot's content is the whole text up to its token and the salt of whoever wrote it, so a wrongly kept or shared slot and a lying
-length are seen. What a bad pass writes is bad, and so is what comes of reading it; a law that looks at it is none.
+A slot's content is the whole text up to its token and the salt of its writer. So a wrongly kept or shared slot is seen, and
+so is a wrong length. A bad pass writes bad content, and so does every pass that reads it; its distribution is invalid.
 """
 
 import random
@@ -176,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert all(self.turn(request_id) < self.turn(waiting) for waiting in later), "admitted out of turn"
 
     def owner(self, request_id: str) -> str:
-        """Return who may read what a request's caches hold."""
+        """Return the group of requests that may read a request's caches."""
         salt = self.alive[request_id].cache_salt if self.config.prefix_block_tokens else None
         return request_id if salt is None else f"salt {salt}"
 
@@ -199,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not is_good:
             self.scheduler.fail(row.request_id)
             self.end(row.request_id, FinishReason.ERROR)
-            assert all(block.slots[0] not in row.slots for block in self.found()), "found although its law was none"
+            assert all(block.slots[0] not in row.slots for block in self.found()), "found although its distribution was invalid"
             return
         tree = random_tree(rng, text[-1], row.expansion)
         fed = random_fed(rng, tree) if not row.expansion.is_plain else set()
@@ -215,7 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_row(self, row: Row, text: Text, owner: str) -> None:
         assert len(row.slots) == row.end + row.expansion.num_draft_tokens
-        assert row.certain_ids, "nothing is fed, and so nothing said"
+        assert row.certain_ids, "nothing is fed, and so nothing is returned"
         assert row.certain_ids == text[row.context_len : row.end]
         assert row.is_decoding == (row.end == len(text))
         assert row.is_decoding or row.expansion.is_plain
@@ -271,7 +271,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         """Every request ends, at no less than one token of the oldest a step."""
-        if not hasattr(self, "scheduler") or self.is_mid_step:  # never started, or a step failed and says so itself
+        if not hasattr(self, "scheduler") or self.is_mid_step:  # never started, or a step failed and raises by itself
             return
         num_tokens = sum(len(request.prompt_ids) + request.sampling.max_tokens for request in self.alive.values())
         for step in range(num_tokens + 1):

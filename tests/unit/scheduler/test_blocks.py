@@ -41,7 +41,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pool.num_free)
     @rule()
-    def free_what_nobody_owns(self):
+    def free_unowned_slot(self):
         owned = {slot for table in self.tables for slot in table}
         with pytest.raises(IntegrityError):
             self.pool.free([min(set(range(NUM_SLOTS)) - owned)])

@@ -37,7 +37,7 @@ def test_no_row_takes_the_others_trees():
     assert sum(sizes) <= 64 - 8
 
 
-def test_a_short_prompt_is_not_kept_waiting_by_a_long_one():
+def test_short_prompt_does_not_wait_for_long():
     """Prompts were fed strictly by age: 511 tokens of the old one, 1 of the other, for as many steps as the old one took."""
     plan = planned([4000, 5], expansion=PLAIN, num_slots=8192)
     assert [len(row.certain_ids) for row in plan.rows] == [64 - 5, 5]
@@ -64,7 +64,7 @@ def test_shares_are_fair(wants, total):
     assert not unmet or max(shares) <= min(unmet) + 1
 
 
-def test_a_tree_takes_no_slot_that_a_younger_row_needs():
+def test_tree_leaves_slots_to_younger_rows():
     """An older row's tree once took the last free slots, and the younger row lost its whole cache for want of one."""
     config = SchedulerConfig(max_running=2, max_step_tokens=64, num_slots=63)
     scheduler = Scheduler(config, Feeding.TARGET_CACHE)
@@ -79,7 +79,7 @@ def test_a_tree_takes_no_slot_that_a_younger_row_needs():
             scheduler.commit(row, RowResult(TokenTree.single(row.certain_ids[-1]), (0,), 9, 0))
 
 
-def test_what_a_row_leaves_goes_to_the_next():
+def test_unused_budget_goes_to_next_row():
     plan = planned([30, 1, 1])  # the first row drafts little beside its prompt
     assert len(plan.rows[0].certain_ids) == 30
     assert target_tokens(plan) <= 64
@@ -87,14 +87,14 @@ def test_what_a_row_leaves_goes_to_the_next():
 
 
 @pytest.mark.parametrize("prompt_lens", [[1], [200], [3, 200, 5], [1] * 8, [70] * 8])
-def test_a_step_is_never_larger_than_its_budget(prompt_lens):
+def test_step_never_exceeds_its_budget(prompt_lens):
     plan = planned(prompt_lens)
     assert target_tokens(plan) <= 64
     assert len(plan.rows) == len(prompt_lens)
     assert all(row.certain_ids for row in plan.rows)
 
 
-def test_the_drafter_is_not_fed_more_than_a_step():
+def test_drafter_input_is_limited_per_step():
     """Eight prompts of 60 tokens once reached the drafter in one pass of 480."""
     plan = planned([60] * 8, feeding=Feeding.OWN_CACHE)
     assert sum(len(row.draft_ids) for row in plan.rows) <= 64
@@ -124,7 +124,7 @@ def test_a_drafter_that_follows_soon_drafts(feeding, first_tree, prompt_len):
 
 
 @pytest.mark.parametrize("keeps_up", [True, False])
-def test_a_long_prompt_is_fed_to_a_drafter_that_is_kept_up_and_to_no_other(keeps_up):
+def test_long_prompt_feeds_only_active_drafter(keeps_up):
     """Where drafting does not pay a drafter once read all but the last chunk of each long prompt for nothing."""
     scheduler = Scheduler(SchedulerConfig(max_running=1, max_step_tokens=64, num_slots=256), Feeding.OWN_CACHE)
     scheduler.add(Sequence(Request("a", tuple(range(200)), SamplingParams(max_tokens=20)), 0, "traversal"))

@@ -1,4 +1,4 @@
-"""Keys take turns by the tokens that they are served, whatever each of them asks for; a key's own requests keep their order."""
+"""Keys take turns by the tokens that they are served, whatever each of them requests; a key's own requests keep their order."""
 
 from itertools import combinations
 
@@ -27,8 +27,8 @@ class Fifo(FairQueue):
         super().push(sequence)
 
 
-class ChargesNobody(FairQueue):
-    """The mutant: whoever came first is always next."""
+class ChargesNoKey(FairQueue):
+    """The mutant: the oldest request is always next."""
 
     def pop(self):
         counts = {key: group.num_served for key, group in self._groups.items()}
@@ -95,20 +95,20 @@ def test_keys_that_wait_together_are_served_alike(sent: Arrivals) -> None:
 FLOOD = [(0, "a", 10)] * 100
 ATTACKS = {
     Fifo: [*FLOOD, *((0, "b", 10) for _ in range(20))],
-    ChargesNobody: [*FLOOD, *((0, "b", 10) for _ in range(20))],
+    ChargesNoKey: [*FLOOD, *((0, "b", 10) for _ in range(20))],
     CountsRequests: [*((0, "a", 50) for _ in range(50)), *((0, "b", 1) for _ in range(50))],
     GivesCredit: [*FLOOD, *((40 if not number else 0, "b", 10) for number in range(40))],
 }
 
 
 @pytest.mark.parametrize("mutant", list(ATTACKS))
-def test_mutants_are_noticed(mutant: type[FairQueue]) -> None:
+def test_mutants_are_detected(mutant: type[FairQueue]) -> None:
     assert gap(FairQueue(), ATTACKS[mutant]) <= 2 * 50
     assert gap(mutant(), ATTACKS[mutant]) > 2 * 50
 
 
-def test_a_thousand_requests_of_one_key_starve_nobody() -> None:
-    """With one place in the engine, a newcomer of another key runs next."""
+def test_many_requests_do_not_starve_other_key() -> None:
+    """With one place in the engine, a new request of another key runs next."""
     scheduler = Scheduler(SchedulerConfig(max_running=1), Feeding.TARGET_CACHE)
     for number in range(1000):
         scheduler.add(_short(f"a{number}", "a"))
@@ -120,7 +120,7 @@ def test_a_thousand_requests_of_one_key_starve_nobody() -> None:
     scheduler.check_integrity()
 
 
-def test_what_is_written_is_charged_too() -> None:
+def test_output_tokens_are_charged_too() -> None:
     """A key with short prompts and long answers is no cheaper than one with long prompts."""
     scheduler = Scheduler(SchedulerConfig(max_running=1), Feeding.TARGET_CACHE)
     for number in range(20):
@@ -137,7 +137,7 @@ def test_priority_is_among_a_keys_own_requests() -> None:
     assert [queue.pop().request_id for _ in range(5)] == ["a2", "b1", "a0", "b0", "a1"]
 
 
-def test_who_lost_its_place_comes_first_and_is_not_charged_again() -> None:
+def test_preempted_request_comes_first_without_charge() -> None:
     queue = FairQueue()
     for name in ("a0", "a1", "b0"):
         queue.push(waiting(name, name[0]))

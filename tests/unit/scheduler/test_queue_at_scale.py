@@ -86,20 +86,20 @@ def drained(num_requests: int) -> House:
     ],
     ids=["step", "arrival", "abort of one that waits", "end and admission"],
 )
-def test_the_engine_does_as_much_for_many_as_for_few(act):
+def test_engine_work_is_independent_of_queue_length(act):
     few, many = drained(FEW), drained(MANY)
     assert lines_run(lambda: act(many)) <= 1.2 * lines_run(lambda: act(few))  # a heap is deeper
 
 
 class Front:
-    """A ledger with so many requests, the first of which have begun."""
+    """A request table with so many requests, the first of which have begun."""
 
     def __init__(self, num_requests: int) -> None:
         self.request_table = RequestTable(LIMITS, lambda request_id: None)
         self.streams = [self.request_table.open([request(str(number))]) for number in range(num_requests)]
-        self.hear()
+        self.receive()
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         self.request_table.deliver([TokenEvent(str(number), (9,)) for number in range(4)])
 
     def enter(self) -> None:
@@ -110,8 +110,8 @@ class Front:
         self.request_table.deliver([TokenEvent("3", (9,), finish=FinishReason.LENGTH)])
 
 
-@pytest.mark.parametrize("act", [Front.hear, Front.enter, Front.finish, lambda front: front.request_table.num_waiting])
-def test_the_front_end_does_as_much_for_many_as_for_few(act):
+@pytest.mark.parametrize("act", [Front.receive, Front.enter, Front.finish, lambda front: front.request_table.num_waiting])
+def test_front_end_work_is_independent_of_queue(act):
     async def compare() -> None:
         few, many = Front(FEW), Front(MANY)
         assert lines_run(lambda: act(many)) == lines_run(lambda: act(few))
@@ -125,7 +125,7 @@ def test_the_front_end_does_as_much_for_many_as_for_few(act):
     asyncio.run(compare())
 
 
-def test_counting_lines_sees_a_loop_over_the_queue():
+def test_line_count_detects_loop_over_queue():
     """The measure itself: what walks the queue is seen."""
     few, many = House(FEW), House(MANY)
     assert lines_run(lambda: list(many.scheduler._waiting)) > lines_run(lambda: list(few.scheduler._waiting)) + MANY

@@ -79,7 +79,7 @@ class FreesWhatOthersUse(PrefixCache):
         return super().release(sequence)
 
 
-class KeepsWhatNobodyProved(PrefixCache):
+class KeepsUnprovedPrefixes(PrefixCache):
     def release(self, sequence):
         unproven = [block for block in sequence.blocks if not block.is_finite]
         self.mark_finite(sequence)
@@ -138,7 +138,7 @@ class AdmitsTheNewestFirst(Scheduler):
         super().add(sequence)
 
 
-class AsksForNoTurn(Scheduler):
+class RequestsNoTurn(Scheduler):
     def add(self, sequence):
         sequence.request = replace(sequence.request, priority=0)
         super().add(sequence)
@@ -161,7 +161,7 @@ class FeedsTheDrafterAhead(Scheduler):
         return tree.num_draft_tokens
 
 
-class KeepsWhatStoodIn(Scheduler):
+class KeepsStandIns(Scheduler):
     def _draft_len_after(self, row, result):
         return row.root_position + result.drafted_len if not row.expansion.is_plain else super()._draft_len_after(row, result)
 
@@ -176,7 +176,7 @@ class FinishedSequencesStay(Scheduler):
         return emission
 
 
-class ForgetsWhoLeft(Scheduler):
+class ForgetsFinished(Scheduler):
     def _stop_running(self, sequence):
         self._running.remove(sequence)
 
@@ -216,14 +216,14 @@ def test_scheduler():
         IgnoresTheBudget,
         PreemptionRemembersTheDraft,
         AdmitsTheNewestFirst,
-        AsksForNoTurn,
+        RequestsNoTurn,
         RunsTheNewestFirst,
         FeedsTheDrafterTooLittle,
         FeedsTheDrafterAhead,
-        KeepsWhatStoodIn,
+        KeepsStandIns,
         FinishedSequencesStay,
         PublishesDrafts,
-        ForgetsWhoLeft,
+        ForgetsFinished,
         NumbersEachStepAnew,
     ],
 )
@@ -240,7 +240,7 @@ def test_scheduler_kills(mutant):
         TakesTheRootForCached,
         AdoptsInTheMiddle,
         FreesWhatOthersUse,
-        KeepsWhatNobodyProved,
+        KeepsUnprovedPrefixes,
         ProvesWhatIsFed,
         ForgetsNothing,
         BelievesThatAllIsDrafted,
@@ -252,7 +252,7 @@ def test_scheduler_kills_a_prefix_cache_that(mutant):
         run(with_cache(mutant), 600, Phase.generate)
 
 
-def test_a_greedy_row_takes_any_tree_and_one_that_draws_what_its_verifier_is_exact_on():
+def test_sampled_row_gets_exact_tree_greedy_any():
     scheduler, wanted = Scheduler(SchedulerConfig(), Feeding.TARGET_CACHE), parse_expansion("noise_aware.8")
     for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
         scheduler.add(Sequence(Request(name, (5,), SamplingParams(temperature, max_tokens=64)), 0, "traversal"))
@@ -275,7 +275,7 @@ def test_request_trees_ignore_growth_costs():
     ]
 
 
-def test_a_preempted_sequence_runs_again_before_younger_ones():
+def test_preempted_sequence_resumes_before_younger_ones():
     scheduler = Scheduler(SchedulerConfig(num_slots=12, max_step_tokens=32), Feeding.TARGET_CACHE)
     for name in "ab":
         scheduler.add(Sequence(Request(name, (5, 6, 7, 8), SamplingParams(max_tokens=8)), 0, "traversal"))
@@ -296,8 +296,8 @@ def test_a_preempted_sequence_runs_again_before_younger_ones():
     assert not scheduler.has_work
 
 
-def test_a_request_lets_only_so_many_pass_as_its_priority_says():
-    """However urgent the others are, and however many: nobody waits for ever."""
+def test_priority_limits_how_many_requests_pass():
+    """A request runs in bounded time, however urgent and many the others are."""
     scheduler = Scheduler(SchedulerConfig(max_running=1), Feeding.OWN_CACHE)
     for number in range(100):
         priority = {0: 0, 10: 7, 20: -1000}.get(number, -5)

@@ -28,7 +28,7 @@ def sequence(max_tokens: int = 5, stops: tuple[int, ...] = (), prompt: tuple[int
         ([7, 3, 2], [7, 3], FinishReason.STOP),
     ],
 )
-def test_accept_ends_at_the_first_stop_or_at_the_limit(new_ids, kept, finish):
+def test_accept_ends_at_stop_or_limit(new_ids, kept, finish):
     assert sequence(max_tokens=5, stops=(2, 3)).accept(new_ids) == (kept, finish)
 
 
@@ -94,7 +94,7 @@ def test_counts_and_caches():
     assert (one.target_len, one.draft_len, one.num_uncached, one.num_generated) == (0, 0, 5, 2)
 
 
-def test_a_view_says_what_a_policy_may_see():
+def test_view_exposes_policy_features():
     one = sequence(max_tokens=5)
     one.token_ids.extend([7, 8])
     one.slots, one.draft_len = array("q", [10, 11, 12, 13]), 2

@@ -1,8 +1,7 @@
-"""However many come after it, and whatever slots are taken from it: a request ends within the tokens of those before it.
+"""A request ends within the tokens of earlier ones, however many come after it, and whatever slots are taken from it.
 
-The oldest that runs is fed a token at least in each step and never preempted for others; who is preempted runs again before those
-who have never run. So nobody lives for more steps than there are tokens, in prompts and answers, of those who came before and its
-own.
+The oldest running request is fed at least a token in each step and is never preempted for others. A preempted request runs
+before new ones. So a request ends within as many steps as there are tokens, in prompts and answers, of it and of earlier ones.
 """
 
 import random
@@ -53,7 +52,7 @@ def steps_of(rng: random.Random, scheduler: Scheduler, sizes: list[tuple[int, in
     return most_steps + 1
 
 
-def check_nobody_starves(scheduler_class: type[Scheduler], *phases: Phase) -> None:
+def check_no_request_starves(scheduler_class: type[Scheduler], *phases: Phase) -> None:
     size = st.integers(1, LARGEST_REQUEST - 1).flatmap(
         lambda num_prompt: st.tuples(st.just(num_prompt), st.integers(1, LARGEST_REQUEST - num_prompt))
     )
@@ -74,8 +73,8 @@ def check_nobody_starves(scheduler_class: type[Scheduler], *phases: Phase) -> No
     check()
 
 
-def test_nobody_starves():
-    check_nobody_starves(Scheduler, Phase.generate, Phase.shrink)
+def test_no_request_starves():
+    check_no_request_starves(Scheduler, Phase.generate, Phase.shrink)
 
 
 class PreemptsTheOldest(Scheduler):
@@ -98,6 +97,6 @@ class RunsTheNewestFirst(Scheduler):
 
 
 @pytest.mark.parametrize("mutant", [PreemptsTheOldest, LetsThePreemptedWaitLast, RunsTheNewestFirst])
-def test_nobody_starves_kills(mutant):
+def test_starvation_check_kills_mutants(mutant):
     with pytest.raises(AssertionError):
-        check_nobody_starves(mutant, Phase.generate)
+        check_no_request_starves(mutant, Phase.generate)

@@ -18,7 +18,7 @@ def sequence(name: int, priority: int = 0) -> Sequence:
 
 
 @given(_ACTIONS)
-def test_the_order_is_that_of_a_sorted_list(actions):
+def test_queue_order_equals_sorted_list(actions):
     """Against a list that is sorted anew after every action."""
     queue = WaitingQueue()
     model: list[tuple[tuple[int, int, int], Sequence]] = []
@@ -68,4 +68,4 @@ def test_work_does_not_grow_with_the_queue(kind, monkeypatch):
         queue.remove(one)
         assert queue.first is not one
     assert comparisons < 3_000 * 40
-    assert len(queue._heap) < 100, "those who left are held no more"
+    assert len(queue._heap) < 100, "removed sequences are freed"

@@ -28,7 +28,7 @@ def piece_of(parts: Sequence[ReadText]) -> Piece:
     return Piece(0, "".join(part.content for part in parts), calls=calls, parts=tuple(parts))
 
 
-def test_the_rest_of_a_call_comes_before_text():
+def test_rest_of_call_precedes_text():
     assert [*in_order(PARTS)] == ["Look: ", BEGIN, END, ". And", *PARTS[3].calls]
 
 

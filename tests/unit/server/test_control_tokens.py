@@ -38,16 +38,16 @@ def _check(finder: type[ControlFinder]) -> None:
     holds()
 
 
-def test_what_an_alternation_finds_is_found():
+def test_finder_equals_an_alternation():
     _check(ControlFinder)
 
 
-def test_stopping_at_the_shortest_is_noticed():
+def test_stopping_at_the_shortest_is_detected():
     with pytest.raises(AssertionError):
         _check(_ShortestFirst)
 
 
-def test_a_beginning_of_thousands_is_looked_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_shared_beginning_is_searched_once(monkeypatch: pytest.MonkeyPatch):
     """The bug: each of 6249 spellings was tried at each of 4000 `<`, which stopped the event loop for 0.2 s."""
     num_looks = 0
     end_of = ControlFinder._end
@@ -63,7 +63,7 @@ def test_a_beginning_of_thousands_is_looked_at_once(monkeypatch: pytest.MonkeyPa
     assert num_looks == len(text)
 
 
-def test_a_mark_that_a_message_has_is_not_taken(monkeypatch: pytest.MonkeyPatch):
+def test_mark_in_message_is_not_reused(monkeypatch: pytest.MonkeyPatch):
     drawn = iter(["a", "a", "b"])
     monkeypatch.setattr("server.text.chat_text.secrets.token_hex", lambda _: next(drawn))
     message = {"role": "user", "content": "\ue000a\ue0010; <s>"}
@@ -72,7 +72,7 @@ def test_a_mark_that_a_message_has_is_not_taken(monkeypatch: pytest.MonkeyPatch)
     assert mask.parts(mask.masked(message)["content"]) == [TextSegment(message["content"], False)]
 
 
-def test_no_mark_is_drawn_where_nothing_is_masked(monkeypatch: pytest.MonkeyPatch):
+def test_unmasked_message_draws_no_mark(monkeypatch: pytest.MonkeyPatch):
     """The bug: a message of numbered marks made the search for a free number quadratic, though it spelled out no token."""
     monkeypatch.setattr("server.text.chat_text.secrets.token_hex", None)
     messages = [{"role": "user", "content": "".join(f"\ue000{i}\ue001" for i in range(9))}]

@@ -1,4 +1,4 @@
-"""Keys have turns one after the other; whoever is cancelled keeps nobody waiting."""
+"""Keys have turns one after the other; a cancelled waiter does not delay the others."""
 
 import asyncio
 from collections import deque
@@ -34,8 +34,8 @@ class ForgetsTheCancelled(FairLock):
         await place
 
 
-class CallsWhoHasLeft(FairLock):
-    """The mutant: a turn is given to whoever is first, though it has been cancelled and does not know it yet."""
+class CallsCancelledWaiter(FairLock):
+    """The mutant: a turn is given to the first waiter, though it has been cancelled and has not run since."""
 
     def _pass_on(self):
         self._is_taken = bool(self._waiting)
@@ -47,8 +47,8 @@ class CallsWhoHasLeft(FairLock):
                 self._waiting[key] = places
 
 
-async def order_of(turns: FairLock, asked: list[str]) -> list[str]:
-    """Return the keys in the order of their turns when all ask during somebody's turn."""
+async def order_of(turns: FairLock, requested: list[str]) -> list[str]:
+    """Return the keys in the order of their turns when all wait during another turn."""
     had: list[str] = []
 
     async def take(key: str) -> None:
@@ -57,7 +57,7 @@ async def order_of(turns: FairLock, asked: list[str]) -> list[str]:
             await asyncio.sleep(0)
 
     async with turns.turn("first"):
-        taking = [asyncio.create_task(take(key)) for key in asked]
+        taking = [asyncio.create_task(take(key)) for key in requested]
         await asyncio.sleep(0)
         assert had == []
     await asyncio.gather(*taking)
@@ -68,7 +68,7 @@ async def check_each_key_has_its_turn(kind: type[FairLock]) -> None:
     assert await order_of(kind(), ["a"] * 100 + ["b"] * 2 + ["c"]) == ["a", "b", "c", "a", "b", *["a"] * 98]
 
 
-async def check_the_cancelled_keep_nobody_waiting(kind: type[FairLock]) -> None:
+async def check_cancelled_waiter_does_not_block(kind: type[FairLock]) -> None:
     turns = kind()
 
     async def take(key: str) -> str:
@@ -86,7 +86,7 @@ async def check_the_cancelled_keep_nobody_waiting(kind: type[FairLock]) -> None:
         assert turns._waiting == {}
 
 
-async def check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(kind: type[FairLock]) -> None:
+async def check_waiter_cancelled_at_turn_does_not_block(kind: type[FairLock]) -> None:
     turns, is_over = kind(), asyncio.Event()
 
     async def take(key: str) -> str:
@@ -112,13 +112,13 @@ async def test_each_key_has_its_turn(mutant: type[FairLock]) -> None:
         await check_each_key_has_its_turn(mutant)
 
 
-async def test_the_cancelled_keep_nobody_waiting() -> None:
-    await check_the_cancelled_keep_nobody_waiting(FairLock)
+async def test_cancelled_waiter_does_not_block_others() -> None:
+    await check_cancelled_waiter_does_not_block(FairLock)
     with pytest.raises((TimeoutError, asyncio.InvalidStateError)):
-        await check_the_cancelled_keep_nobody_waiting(ForgetsTheCancelled)
+        await check_cancelled_waiter_does_not_block(ForgetsTheCancelled)
 
 
-async def test_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting() -> None:
-    await check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(FairLock)
+async def test_waiter_cancelled_at_turn_does_not_block() -> None:
+    await check_waiter_cancelled_at_turn_does_not_block(FairLock)
     with pytest.raises((TimeoutError, asyncio.InvalidStateError)):
-        await check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(CallsWhoHasLeft)
+        await check_waiter_cancelled_at_turn_does_not_block(CallsCancelledWaiter)

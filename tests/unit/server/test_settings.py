@@ -26,7 +26,7 @@ def _file(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_command_line_over_environment_over_file_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_settings_sources_have_fixed_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = _file(tmp_path, "port: 1\nmax_running: 1\nmax_waiting: 1\n")
     monkeypatch.setenv("LATEBRANCH_PORT", "2")
     monkeypatch.setenv("LATEBRANCH_MAX_RUNNING", "2")
@@ -34,7 +34,7 @@ def test_command_line_over_environment_over_file_over_default(tmp_path: Path, mo
     assert (settings.port, settings.max_running, settings.max_waiting, settings.max_step_tokens) == (3, 2, 1, 512)
 
 
-def test_what_is_unknown_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unknown_settings_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SettingsError, match="unknown setting: prot"):
         load_settings(_file(tmp_path, "prot: 1\n"))
     with pytest.raises(SettingsError, match="no such configuration file"):
@@ -60,7 +60,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_wrong_is_refused(tmp_path: Path, text: str):
+def test_invalid_settings_are_refused(tmp_path: Path, text: str):
     with pytest.raises(SettingsError):
         load_settings(_file(tmp_path, text + "\n"))
 
@@ -102,7 +102,7 @@ def test_settings_that_contradict_each_other_are_refused(values: dict[str, objec
         load_settings(None, values)
 
 
-def test_a_step_that_is_too_small_is_refused_before_the_engine_refuses_it():
+def test_too_small_step_is_a_settings_error():
     """The bug: `serve` ended in the ValueError of the engine's configuration."""
     with pytest.raises(SettingsError, match=r"^Value error, max_step_tokens \(4\) must be at least max_running \(5\)$"):
         load_settings(None, {"max_running": "5", "max_step_tokens": "4"})
@@ -117,7 +117,7 @@ def test_the_engine_gets_its_part():
     assert load_settings(None, {"model": "big", "model_name": "public"}).to_engine_config().model_name == "public"
 
 
-def test_every_field_of_the_engines_configuration_can_be_set():
+def test_every_engine_field_is_a_setting():
     fields = {*EngineConfig.__dataclass_fields__, *SchedulerConfig.__dataclass_fields__} - {
         "scheduler",
         "stand_in",
@@ -129,7 +129,7 @@ def test_every_field_of_the_engines_configuration_can_be_set():
     assert fields <= set(Settings.model_fields)
 
 
-def test_the_default_file_says_the_defaults():
+def test_default_file_equals_built_in_defaults():
     assert load_settings(ROOT / "configs" / "default.yaml").model_dump() == load_settings().model_dump()
 
 
@@ -149,14 +149,14 @@ def test_the_largest_tree_is_of_the_family(expansion: str, largest: str):
     assert config.largest_expansion == Expansion(0, 4, 4, "heap", 32)
 
 
-def test_a_tree_that_the_verifier_is_not_exact_on_is_refused():
+def test_inexact_tree_for_verifier_is_refused():
     with pytest.raises(SettingsError, match="'specinfer' is not lossless on 'heap' trees"):
         load_settings(None, {"verifier": "specinfer", "expansion": "heap.16"})
     assert load_settings(None, {"verifier": "univer", "expansion": "greedy_sample.12.6"}).expansion == "greedy_sample.12.6.4"
 
 
 @pytest.mark.parametrize("text", ["", "4", "4.1", "4.1.0.0", "a.b.c", "-1.1.0", "1.0.1", "4.1.٣"])
-def test_shapes_that_are_none(text: str):
+def test_invalid_shapes_are_refused(text: str):
     with pytest.raises(ValueError, match="expansion"):
         parse_expansion(text)
 
@@ -177,7 +177,7 @@ def test_every_setting_is_documented():
     assert text[text.index("\n", begin) : end].strip() == documented_table()
 
 
-def test_the_shipped_head_drafts_unless_another_drafter_is_named() -> None:
+def test_shipped_head_is_the_default_drafter() -> None:
     config = load_settings().to_engine_config()
     assert config.drafter == "head"
     assert config.head is not None
@@ -189,10 +189,10 @@ def test_the_shipped_head_drafts_unless_another_drafter_is_named() -> None:
     assert (named.drafter, named.head, named.cached_text) == ("ngram", None, False)
     plain = load_settings(overrides={"policy": "plain"}).to_engine_config()
     assert (plain.drafter, plain.head, plain.cached_text) == ("ngram", None, False)
-    assert (config.stand_in, named.stand_in) == ("ngram", None), "only what nobody named may be replaced"
+    assert (config.stand_in, named.stand_in) == ("ngram", None), "only a default drafter may be replaced"
 
 
-def test_the_shipped_network_chooses_beside_the_shipped_head_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_network_requires_shipped_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.settings.SHIPPED_SELECTORS", tmp_path)
     draws = {"verifier": "traversal"}
     assert load_settings(overrides=draws).to_engine_config().selector is None
@@ -206,7 +206,7 @@ def test_the_shipped_network_chooses_beside_the_shipped_head_alone(tmp_path: Pat
     assert (named.selector, named.is_selector_optional) == ("own.safetensors", False)
 
 
-def test_a_network_without_a_choice_to_make_is_refused() -> None:
+def test_network_without_adaptive_policy_is_refused() -> None:
     with pytest.raises(SettingsError, match="only with policy adaptive"):
         load_settings(overrides={"selector": "own.safetensors", "policy": "fixed"})
 
@@ -241,5 +241,5 @@ def test_public_is_closed_and_limited(tmp_path: Path, monkeypatch: pytest.Monkey
     mine = load_settings(_file(tmp_path, "public: true\nhost: 127.0.0.1\n"), {"max_answer_tokens": "7"})
     assert (mine.host, mine.max_answer_tokens, mine.client_limit_s) == ("127.0.0.1", 7, 30.0)
     text = (ROOT / "docs" / "security.md").read_text()
-    told = {name: value if isinstance(value, str) else f"{value:.0f}" for name, value in PUBLIC.items()}
-    assert all(f"| `{name}` | {value} |" in text for name, value in told.items())
+    documented = {name: value if isinstance(value, str) else f"{value:.0f}" for name, value in PUBLIC.items()}
+    assert all(f"| `{name}` | {value} |" in text for name, value in documented.items())

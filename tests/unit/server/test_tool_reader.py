@@ -298,7 +298,7 @@ ONE = [("f", '{"x": 1}')]
         (f"\n\n{CALL}\n{CALL}\n", "", ONE * 2),
         (f"{CALL} and then", " and then", ONE),
         (" \n", " \n", []),
-        # fields in another order, left out, or doubled braces, as one of Qwen's templates asks for
+        # fields in another order, left out, or doubled braces, as one of Qwen's templates prescribes
         (f'{OPEN}{{"arguments": {{"x":1}}, "name": "f"}}{CLOSE}', "", ONE),
         (f'{OPEN}{{"name": "f"}}{CLOSE}', "", [("f", "{}")]),
         (f'{OPEN}{{{{"name": "f", "arguments": {{"x":1}}}}}}{CLOSE}', "", [("f", '{"x":1}')]),

@@ -1,4 +1,4 @@
-"""What schemas are given of bounds, wherever they stand."""
+"""The bounds that schemas are given, at every level."""
 
 import json
 from decimal import Decimal
@@ -14,20 +14,20 @@ def options_of(schema: Any) -> Any:
     return json.loads(bounded_schema(json.dumps(schema)))["x-guidance"]
 
 
-def test_whitespace_is_bounded_unless_a_schema_says_otherwise():
+def test_whitespace_is_bounded_unless_schema_overrides():
     assert options_of({"type": "object"}) == {"whitespace_pattern": WHITESPACE}
     assert options_of({"x-guidance": {"item_separator": ", "}}) == {"item_separator": ", ", "whitespace_pattern": WHITESPACE}
     assert options_of({"x-guidance": {"whitespace_flexible": True}}) == {"whitespace_flexible": True}
     assert options_of({"x-guidance": {"whitespace_pattern": "[ ]*"}}) == {"whitespace_pattern": "[ ]*"}
 
 
-def test_what_is_no_schema_is_left_to_the_library():
+def test_invalid_schema_is_left_unchanged():
     for text in ("[", "", '"a"', "[1]", "false", '{"x-guidance": 5}'):
         assert bounded_schema(text) == text
     assert options_of(True) == {"whitespace_pattern": WHITESPACE}
 
 
-def test_every_schema_of_a_lark_grammar_is_bounded():
+def test_every_lark_grammar_schema_is_bounded():
     plain = 'start: "%json {" a /%json [{}]/ </x> # %json {"a": 1}\na: %json'
     found = with_bounded_schemas(f'{plain} {{"type": "null"}} | %json\n{{"a": "}}"}} // %json {{}}\nb: %json {{')
     assert found.startswith(plain)
@@ -47,21 +47,21 @@ def test_every_schema_of_a_lark_grammar_is_bounded():
         ({"description": "9" * 80, "$id": "123e4567-e89b-12d3-a456-426614174000"}, MAX_DIGITS),
     ],
 )
-def test_digits_are_as_many_as_a_schemas_numbers_have(schema: Any, expected: int):
+def test_digit_limit_fits_numbers_of_schema(schema: Any, expected: int):
     text = json.dumps(schema)
     assert most_digits(Grammar(GrammarKind.JSON_SCHEMA, text)) == expected
     assert most_digits(Grammar(GrammarKind.LARK, f"start: %json {text}", ("", ""))) == expected
     assert most_digits(Grammar(GrammarKind.JSON_OBJECT)) == MAX_DIGITS
 
 
-def test_digits_of_what_is_no_json_are_the_usual():
+def test_digit_limit_of_invalid_json_is_default():
     """Masks must not fail for a text that the library alone has read."""
     for text in ("[", '{"maximum": ' + "9" * 5000 + "}"):
         assert most_digits(Grammar(GrammarKind.JSON_SCHEMA, text)) == MAX_DIGITS
         assert most_digits(Grammar(GrammarKind.LARK, f"start: %json {text}", ("", ""))) == MAX_DIGITS
 
 
-def test_every_integer_and_double_of_64_bits_fits():
+def test_every_64_bit_number_fits():
     for number in (2**64 - 1, -(2**63), 0.1 + 0.2, 5e-324, 1.7976931348623157e308, 1.2345678901234567e-5, 123456789012345680.0):
         whole, _, rest = repr(number).lstrip("-").partition(".")
         fraction = rest.partition("e")[0]

@@ -22,7 +22,7 @@ def written(path: Path, records: list[TraceRecord]) -> list[TraceRecord]:
     return list(read_trace(path))
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_trace_survives_round_trip(tmp_path):
     """Equal records: trees with their draws, numbers, words, what is absent."""
     assert TREE.depths == (0, 1, 2, 3, 2, 1), "what a tree remembers is not written"
     assert written(tmp_path / "trace", RECORDS[1:]) == RECORDS
@@ -30,7 +30,7 @@ def test_what_is_written_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("dropped", ["token_ids", "draws", "path", "extra_id", "expected_tokens", "finish", "root_position"])
-def test_the_round_trip_kills_a_field_that_is_lost(dropped, tmp_path, monkeypatch):
+def test_round_trip_kills_lost_fields(dropped, tmp_path, monkeypatch):
     """The mutant writes the field of every row as nothing, or as that of another row."""
 
     class Lossy:
@@ -57,7 +57,7 @@ LOST = {
 }
 
 
-def test_it_is_on_the_disk_after_each_write(tmp_path):
+def test_trace_is_on_disk_after_write(tmp_path):
     """A worker is killed without a chance to close anything."""
     file = TraceFile(tmp_path / "trace", HEADER)
     file.write(RECORDS[1:4])
@@ -85,19 +85,19 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     check_torn(tmp_path / "trace")
 
 
-def test_torn_lines_kill_a_reader_that_believes_every_line(tmp_path, monkeypatch):
+def test_torn_lines_kill_a_credulous_reader(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "_decoded", lambda line, place: trace._decoder.decode(line))
     with pytest.raises(msgspec.DecodeError):
         check_torn(tmp_path / "trace")
 
 
-def test_the_next_engine_goes_on_behind_a_torn_line(tmp_path):
+def test_next_engine_appends_after_torn_line(tmp_path):
     for _ in torn_files(tmp_path / "trace"):
         assert written(tmp_path / "trace", [step(1)])[-2:] == [HEADER, step(1)]
     assert TraceHeader not in map(type, written(tmp_path / "other", RECORDS[1:])[1:])
 
 
-def test_a_broken_line_in_the_middle_is_no_torn_one(tmp_path):
+def test_broken_line_in_middle_is_refused(tmp_path):
     path = tmp_path / "trace"
     path.write_bytes(encoded_line(HEADER) + b'{"type":"st\n' + encoded_line(step(2)) + encoded_line(step(3)))
     with pytest.raises(TraceError, match="line 2 is no JSON"):
@@ -115,13 +115,13 @@ def test_a_broken_line_in_the_middle_is_no_torn_one(tmp_path):
         (encoded_line(HEADER) + encoded_line(bushy_row(1, "a")).replace(b"[-1,0,", b"[-1,7,"), "parents must precede"),
     ],
 )
-def test_what_is_no_trace_is_refused_in_one_line(content, reason, tmp_path):
+def test_invalid_trace_is_refused_in_one_line(content, reason, tmp_path):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(TraceError, match=reason):
         list(read_trace(tmp_path / "file"))
 
 
-def test_fields_of_a_later_minor_change_are_passed_over(tmp_path):
+def test_unknown_fields_of_newer_traces_are_ignored(tmp_path):
     path = tmp_path / "trace"
     path.write_bytes(encoded_line(HEADER) + encoded_line(step(1)).replace(b'"stats":', b'"mood":"good","stats":'))
     assert list(read_trace(path)) == [HEADER, step(1)]
@@ -134,7 +134,7 @@ def test_an_empty_file_has_no_records(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-def test_a_full_disk_is_told_once_and_fails_nothing(caplog):
+def test_full_disk_is_logged_once(caplog):
     with caplog.at_level(logging.ERROR):
         file = TraceFile(Path("/dev/full"), HEADER)
         for number in range(5):
@@ -143,6 +143,6 @@ def test_a_full_disk_is_told_once_and_fails_nothing(caplog):
     assert [record.message for record in caplog.records] == ["tracing to /dev/full ends: [Errno 28] No space left on device"]
 
 
-def test_a_file_that_cannot_be_opened_is_an_error_at_once(tmp_path):
+def test_unopenable_file_is_an_immediate_error(tmp_path):
     with pytest.raises(OSError, match="No such file"):
         TraceFile(tmp_path / "nowhere" / "trace", HEADER)

@@ -29,12 +29,12 @@ def test_a_log_gets_lines_without_control_characters() -> None:
     assert done.stdout == ""
 
 
-def test_a_terminal_gets_a_bar_that_is_redrawn() -> None:
+def test_terminal_gets_a_redrawn_bar() -> None:
     ours, theirs = pty.openpty()
     subprocess.run([sys.executable, "-c", WORK], stderr=theirs, check=True)
     os.close(theirs)
     seen = ""
-    with contextlib.suppress(OSError):  # what a terminal says when nobody writes to it any more
+    with contextlib.suppress(OSError):  # a terminal raises it after its other end is closed
         while more := os.read(ours, 65536):
             seen += more.decode()
     os.close(ours)
@@ -97,7 +97,7 @@ def test_silent_loading_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inner_work_is_written_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two works at a time would write twice as many lines, and the outer one says less."""
+    """Two works at a time would write twice as many lines, and the outer one reports less."""
     log = log_of(monkeypatch)
     with long_work("loading", is_announced=False), long_work("packing"):
         until(log, "packing (0 s so far)")
@@ -112,7 +112,7 @@ def test_a_bar_is_written_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "loading" not in log.getvalue()
 
 
-def test_it_can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar(what="texts", total=2, unit="text", is_shown=False) as bar:
         bar.update(2)
     assert capsys.readouterr().err == ""

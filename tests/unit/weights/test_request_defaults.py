@@ -29,7 +29,7 @@ def folder_with(folder: Path, text: str) -> Path:
         ({}, RequestDefaults()),
     ],
 )
-def test_what_the_file_names_is_read(settings: dict[str, Any], defaults: RequestDefaults, tmp_path: Path) -> None:
+def test_defaults_are_read_from_the_file(settings: dict[str, Any], defaults: RequestDefaults, tmp_path: Path) -> None:
     """And no more: transformers' own top_k of 50 is none."""
     assert read_request_defaults(folder_with(tmp_path, json.dumps(settings))) == defaults
 
@@ -45,9 +45,7 @@ def test_what_the_file_names_is_read(settings: dict[str, Any], defaults: Request
         ("min_p", 2),
     ],
 )
-def test_a_value_that_makes_no_distribution_is_left_out(
-    name: str, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_default_is_left_out(name: str, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each request would be refused for it."""
     found = read_request_defaults(folder_with(tmp_path, json.dumps({**ALL, name: value})))
     assert sum(getattr(found, field) is None for field in RequestDefaults.__slots__) == 1
@@ -55,7 +53,7 @@ def test_a_value_that_makes_no_distribution_is_left_out(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"temperature": NaN}', '{"top_k": Infinity}'])
-def test_a_file_that_says_nothing_sets_nothing(text: str, tmp_path: Path) -> None:
+def test_empty_file_sets_nothing(text: str, tmp_path: Path) -> None:
     assert read_request_defaults(folder_with(tmp_path, text)) == RequestDefaults()
 
 

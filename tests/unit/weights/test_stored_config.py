@@ -105,7 +105,7 @@ def test_ends_are_those_of_the_generation_settings(tmp_path: Path, cache: Path, 
     assert read_facts(folder).eos_token_ids == expected
 
 
-def test_texts_of_a_cache_that_cannot_be_written_are_made_each_time(tmp_path: Path) -> None:
+def test_unwritable_cache_makes_text_each_time(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("a file where the folder would be")
     cache, made = WeightsCache(tmp_path / "root"), []
     for _ in range(2):

@@ -183,7 +183,7 @@ def test_conversations_without_messages_or_templates_are_refused() -> None:
         bare.apply_chat_template(MESSAGES)
 
 
-def test_a_changed_template_environment_is_noticed() -> None:
+def test_a_changed_template_environment_is_detected() -> None:
     """The mutation of the comparison above: jinja2's own `tojson` escapes HTML."""
     ours, theirs = with_template("byte-level", TEMPLATES["json"])
     with patch.object(chat_template, "_to_json", lambda value, **_: json.dumps(value).replace("<", "\\u003c")):
@@ -193,7 +193,7 @@ def test_a_changed_template_environment_is_noticed() -> None:
     assert text != theirs.apply_chat_template(MESSAGES, TOOLS, add_generation_prompt=True, tokenize=False)
 
 
-def test_a_tokenizer_with_methods_of_its_own_is_left_to_transformers() -> None:
+def test_tokenizer_with_own_methods_uses_transformers() -> None:
     """A class may replace `encode` or `decode`; the tokenizers library's JSON does not show it."""
 
     class Reversed(PreTrainedTokenizerFast):
@@ -205,7 +205,7 @@ def test_a_tokenizer_with_methods_of_its_own_is_left_to_transformers() -> None:
     assert StoredTokenizer.from_bytes(form) is None
 
 
-def test_a_tokenizer_that_differs_is_left_to_transformers() -> None:
+def test_tokenizer_that_differs_uses_transformers() -> None:
     """Not every difference is a method: attributes may change what a method of the base class does."""
 
     class Lower(PreTrainedTokenizerFast):
@@ -241,7 +241,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return done
 
 
-def test_a_folder_is_stored_once_until_it_changes(folder: Path, in_process: list[Path]) -> None:
+def test_folder_is_stored_once_until_changed(folder: Path, in_process: list[Path]) -> None:
     """A changed chat template must not be served from the cache."""
     first = load_tokenizer(folder)
     assert isinstance(first, StoredTokenizer)
@@ -272,12 +272,12 @@ def test_a_damaged_file_is_made_again(folder: Path, in_process: list[Path], tmp_
     assert len(in_process) == 2
 
 
-def test_a_cache_that_cannot_be_written_leaves_transformers(folder: Path, tmp_path: Path) -> None:
+def test_unwritable_cache_uses_transformers(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
     assert isinstance(load_tokenizer(folder), PreTrainedTokenizerFast)
 
 
-def test_the_front_end_imports_neither_torch_nor_transformers() -> None:
+def test_front_end_imports_no_torch_or_transformers() -> None:
     """They are three quarters of a gigabyte and seconds, for a tokenizer."""
     code = "import sys, server.process, server.text.codec; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""An entry of the weights cache is whole or not there, and is made once, whoever asks and however a maker ends."""
+"""An entry of the weights cache is whole or absent, and is made once, by any number of processes and however a maker ends."""
 
 import signal
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from engine.weights.cache import WeightsCache, default_root
 from tests.unit.weights.weights_wheels import python_command
 
-# Makes an entry slowly: half is written, a signal file says so, the rest never comes.
+# Makes an entry slowly: half is written, a signal file marks that, the rest never comes.
 STUCK = """
 import sys, time
 from pathlib import Path
@@ -46,7 +46,7 @@ cache.obtain(cache.gguf("a"), make)
 
 
 class InPlace(WeightsCache):
-    """A mutant: makes the entry where it will lie."""
+    """A mutant: makes the entry at its final path."""
 
     def _make(self, entry, make):
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def _kill_half_way(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "is_clean"), [(WeightsCache, True), (Untidy, False)])
-def test_a_killed_maker_is_cleaned_up_by_the_next(tmp_path, kind, is_clean):
+def test_killed_maker_is_cleaned_up_later(tmp_path, kind, is_clean):
     cache = kind(tmp_path)
     _kill_half_way(tmp_path)
     assert not cache.gguf("a").exists()

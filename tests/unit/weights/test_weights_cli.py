@@ -32,7 +32,7 @@ def _put(cache, name):
     return folder, gguf
 
 
-def test_list_says_what_is_on_disk(cache, capsys):
+def test_list_shows_disk_usage(cache, capsys):
     _put(cache, "gemma3-270m")
     assert _run("list") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -49,7 +49,7 @@ def test_where_prints_the_folder_or_the_file(cache, capsys):
     assert capsys.readouterr().out.splitlines() == [str(folder), str(gguf)]
 
 
-def test_fetch_of_what_is_there_prints_where(cache, capsys):
+def test_fetch_of_present_model_prints_path(cache, capsys):
     folder, _ = _put(cache, "smollm2-135m")
     assert _run("fetch", "smollm2-135m") == 0
     assert capsys.readouterr().out == f"smollm2-135m: {folder}\n"
@@ -64,7 +64,7 @@ def test_fetch_of_what_is_there_prints_where(cache, capsys):
         (("fetch", "nothing"), "is no model"),
     ],
 )
-def test_a_failure_is_one_line_and_status_1(cache, capsys, words, reason):
+def test_failure_is_one_line_and_status_1(cache, capsys, words, reason):
     assert _run(*words) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -72,7 +72,7 @@ def test_a_failure_is_one_line_and_status_1(cache, capsys, words, reason):
     assert reason in captured.err
 
 
-def test_a_deleted_gguf_is_missed_only_by_name(cache, capsys):
+def test_deleted_gguf_is_missed_only_by_name(cache, capsys):
     folder, gguf = _put(cache, "smollm2-135m")
     gguf.unlink()
     assert _run("where", "smollm2-135m") == 0

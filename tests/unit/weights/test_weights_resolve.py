@@ -1,4 +1,4 @@
-"""Each kind of reference leads to its folder, in a fixed order; what leads nowhere is refused in one line that says why."""
+"""Each kind of reference leads to its folder, in a fixed order; others are refused in one line with the reason."""
 
 import subprocess
 from pathlib import Path
@@ -21,7 +21,7 @@ def _model_folder(path: Path, files: tuple[str, ...] = FILES) -> Path:
 
 
 def _cached(cache: Path, name: str) -> Path:
-    """Put an empty model where the preset's would lie."""
+    """Put an empty model at the path of the preset's."""
     return _model_folder(WeightsCache(cache).model(f"{load_presets()[name].key}-r{RECIPE}"))
 
 
@@ -46,17 +46,17 @@ def test_a_relative_folder_is_itself(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", FILES)
-def test_an_unfinished_folder_names_what_it_lacks(tmp_path, missing):
+def test_unfinished_folder_names_missing_files(tmp_path, missing):
     folder = _model_folder(tmp_path / "mine", tuple(file for file in FILES if file != missing))
     assert missing.removeprefix("model") in _refusal(str(folder), tmp_path)
 
 
-def test_a_cached_preset_is_found_without_its_gguf(tmp_path):
+def test_cached_preset_is_found_without_gguf(tmp_path):
     folder = _cached(tmp_path, "smollm2-135m")
     assert resolve("smollm2-135m", cache=tmp_path) == LocalWeights("smollm2-135m", folder)
 
 
-def test_a_preset_goes_before_a_folder_of_its_name(tmp_path, monkeypatch):
+def test_preset_precedes_folder_of_same_name(tmp_path, monkeypatch):
     folder = _cached(tmp_path / "cache", "smollm2-135m")
     mine = _model_folder(tmp_path / "smollm2-135m")
     monkeypatch.chdir(tmp_path)
@@ -64,7 +64,7 @@ def test_a_preset_goes_before_a_folder_of_its_name(tmp_path, monkeypatch):
     assert resolve("./smollm2-135m", cache=tmp_path / "cache").folder == mine
 
 
-def test_a_reference_to_nothing_says_what_was_tried(tmp_path):
+def test_unknown_reference_lists_attempted_places(tmp_path):
     message = _refusal("smollm3", tmp_path)
     assert "smollm2-135m, qwen2.5-coder-1.5b" in message
     assert str(Path("smollm3").absolute()) in message
@@ -74,7 +74,7 @@ def test_a_reference_to_nothing_says_what_was_tried(tmp_path):
 @pytest.mark.parametrize("reference", ["./a/b", "/a/b", "~/a", "org/name.gguf", "a/b/c", ""])
 def test_a_path_never_reaches_the_hub(reference, tmp_path, monkeypatch):
     def reached(_: str) -> Path:
-        raise AssertionError("the hub was asked")
+        raise AssertionError("the hub was queried")
 
     monkeypatch.setattr("engine.weights.references.snapshot", reached)
     assert "is no model" in _refusal(reference, tmp_path)
@@ -87,7 +87,7 @@ def test_shape_of_a_hub_id(reference, is_one):
     assert is_hub_id(reference) is is_one
 
 
-def test_a_broken_gguf_is_refused_and_leaves_nothing(tmp_path):
+def test_broken_gguf_is_refused_without_leftovers(tmp_path):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF but not really")
     with pytest.raises(WeightsError, match="cannot convert") as raised:
@@ -108,7 +108,7 @@ for reference in ("org/cached", "org/absent"):
 """
 
 
-def test_hub_ids_come_from_the_hub_cache_without_a_network(tmp_path, monkeypatch):
+def test_hub_ids_resolve_from_cache_offline(tmp_path, monkeypatch):
     repository = tmp_path / "hub" / "models--org--cached"
     folder = _model_folder(repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()

@@ -1,4 +1,4 @@
-"""Tiny wheels in a folder that stands for the package registry: the pip that reads them is the real one."""
+"""Tiny wheels in a folder in place of the package registry: the pip that reads them is the real one."""
 
 import hashlib
 import sys

@@ -47,10 +47,10 @@ def late_steps(kind: type[Worker]) -> int:
     return len(late)
 
 
-def test_no_step_is_made_for_a_request_whose_abort_has_arrived() -> None:
+def test_aborted_request_gets_no_further_step() -> None:
     assert late_steps(Worker) == 0
 
 
-def test_a_worker_that_reads_its_letters_later_is_noticed() -> None:
+def test_late_message_reading_is_detected() -> None:
     with pytest.raises(AssertionError):
         assert late_steps(ReadsNowAndThen) == 0

@@ -9,7 +9,7 @@ from engine.worker.step_log import RowNote, StepNote, last_note, open_step_log
 NOTE = StepNote(7, (RowNote("a", 0, 12, None), RowNote("b", 40, 1, "4.1.0")))
 
 
-def test_the_last_note_stands(tmp_path: Path) -> None:
+def test_last_note_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     assert last_note(path) is None
     with open_step_log(path) as box:
@@ -22,7 +22,7 @@ def test_the_last_note_stands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [4, 8, 20])
-def test_half_a_note_is_none(tmp_path: Path, at: int) -> None:
+def test_incomplete_note_is_none(tmp_path: Path, at: int) -> None:
     path = tmp_path / "steps"
     with open_step_log(path) as box:
         box.note(NOTE)
@@ -32,7 +32,7 @@ def test_half_a_note_is_none(tmp_path: Path, at: int) -> None:
     assert last_note(path) is None
 
 
-def test_a_note_that_is_too_long_is_none(tmp_path: Path) -> None:
+def test_oversized_note_is_none(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     with open_step_log(path) as box:
         box.note(NOTE)

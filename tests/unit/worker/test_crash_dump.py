@@ -1,4 +1,4 @@
-"""A death leaves one private file, which tells parameters and no texts unless asked to."""
+"""A death leaves one private file, which has parameters, and texts only on request."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ def written(folder: Path, has_texts: bool) -> tuple[dict[str, Any], str]:
     return json.loads(path.read_bytes()), path.read_text()
 
 
-def test_a_dump_tells_parameters_and_no_text(tmp_path: Path) -> None:
+def test_dump_has_parameters_but_no_text(tmp_path: Path) -> None:
     dump, text = written(tmp_path / "new" / "folder", False)
     assert str(SECRET) not in text
     assert (dump["cause"], dump["worker"], dump["served_s"]) == ("it hung", 3, 12.5)
@@ -37,7 +37,7 @@ def test_a_dump_tells_parameters_and_no_text(tmp_path: Path) -> None:
     assert (request["num_prompt_tokens"], request["num_output_tokens"], request["seed"]) == (2, 2, 4)
 
 
-def test_texts_are_told_if_asked_for(tmp_path: Path) -> None:
+def test_dump_has_texts_on_request(tmp_path: Path) -> None:
     dump, _ = written(tmp_path, True)
     (request,) = dump["requests"]
     assert (request["prompt_ids"], request["output_ids"], request["prediction_ids"]) == ([SECRET, 2], [SECRET] * 2, [SECRET])
@@ -55,14 +55,14 @@ def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not first & set(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_uncreatable_dump_folder_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     with caplog.at_level(logging.ERROR):
         CrashDumps(tmp_path / "file").write(DEATH, [ENTRY])
     assert "the crash dump cannot be written" in caplog.text
 
 
-def test_what_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_dump_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever is wrong with a dump: the next worker must start."""
     with caplog.at_level(logging.ERROR):
         CrashDumps(tmp_path).write(replace(DEATH, cause="no weights at '\udcff'"), [ENTRY])

@@ -1,4 +1,4 @@
-"""A full queue is shared by keys, and by whole answers: whose place goes to whom, and that none goes for nothing."""
+"""A full queue is shared by keys, and by whole answers: which answers yield their places, and that none does in vain."""
 
 import asyncio
 from collections import Counter
@@ -35,15 +35,15 @@ def each(*requests: Request) -> list[Answer]:
     return [[request] for request in requests]
 
 
-class PlacesOnlyLedger(RequestTable):
+class PlacesOnlyTable(RequestTable):
     """The mutant: long prompts are no more than short ones."""
 
     def __init__(self, limits, *others) -> None:
         super().__init__(replace(limits, max_waiting_tokens=1 << 40), *others)
 
 
-class SilentLedger(RequestTable):
-    """The mutant: the engine goes on with who was displaced."""
+class SilentTable(RequestTable):
+    """The mutant: the engine goes on with displaced requests."""
 
     def _displace(self, answers) -> None:
         for entry in self._live.values():
@@ -51,7 +51,7 @@ class SilentLedger(RequestTable):
         super()._displace(answers)
 
 
-class OrphaningLedger(RequestTable):
+class OrphaningTable(RequestTable):
     """The mutant: each choice of an answer waits, and goes, for itself."""
 
     def open(self, requests, is_posted=True):
@@ -61,7 +61,7 @@ class OrphaningLedger(RequestTable):
         return streams
 
 
-class PiecemealLedger(RequestTable):
+class PiecemealTable(RequestTable):
     """The mutant: choices come one after the other, each making its own room."""
 
     def make_room(self, requests) -> None:
@@ -72,9 +72,9 @@ class PiecemealLedger(RequestTable):
 def fill(
     kind: type[RequestTable], limits: SchedulerConfig, answers: Iterable[Answer], begun: Iterable[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Ask for answers; return each request's fate (waits, displaced, busy) and the aborts.
+    """Submit answers; return each request's fate (waits, displaced, busy) and the aborts.
 
-    The engine says a token to those in `begun`, as soon as they come, and nothing else.
+    The engine returns one token of each request in `begun`, as soon as it is submitted, and nothing else.
     """
 
     async def scenario() -> tuple[dict[str, str], list[str]]:
@@ -97,9 +97,9 @@ def fill(
             mailbox = stream.entry.mailbox
             if any(mailbox.get_nowait().error_code is ErrorCode.DISPLACED for _ in range(mailbox.qsize())):
                 fates[stream.entry.request.request_id] = "displaced"
-        told = list(aborted)
+        displaced = list(aborted)
         request_table.abort_all()
-        return fates, told
+        return fates, displaced
 
     return asyncio.run(scenario())
 
@@ -119,10 +119,10 @@ def check_a_late_key_has_its_half(kind: type[RequestTable]) -> None:
     assert aborted == ["a7", "a6", "a5", "a4"]
 
 
-def test_a_key_that_fills_the_queue_gives_way_to_others(monkeypatch) -> None:
+def test_key_filling_queue_yields_to_others(monkeypatch) -> None:
     check_a_late_key_has_its_half(RequestTable)
     with pytest.raises(AssertionError):
-        check_a_late_key_has_its_half(SilentLedger)
+        check_a_late_key_has_its_half(SilentTable)
     monkeypatch.setattr("engine.worker.request_table.displaced_shares", lambda queue, new_request, limits: None)
     with pytest.raises(AssertionError):
         check_a_late_key_has_its_half(RequestTable)
@@ -133,7 +133,7 @@ def check_tokens_are_bounded(kind: type[RequestTable]) -> None:
     fates, _ = fill(kind, limits, each(*(of_key("a", number, 20) for number in range(5)), of_key("a", 5, 10)))
     assert list(fates.values()) == ["waits", "waits", "waits", "busy", "busy", "waits"]
     fates, _ = fill(kind, limits, each(of_key("a", 0), of_key("a", 1, 1000), of_key("a", 2)))
-    assert list(fates.values()) == ["waits", "waits", "busy"], "who waits alone may be of any length"
+    assert list(fates.values()) == ["waits", "waits", "busy"], "a request that waits alone may be of any length"
     fates, _ = fill(kind, limits, [choices("a", 0, 3, 1000), *each(of_key("a", 1))])
     assert list(fates.values()) == ["waits"] * 3 + ["busy"], "also with siblings"
     sent = [of_key("a", 0), *(of_key("a", number, 20) for number in (1, 2)), of_key("b", 0, 5), of_key("b", 1, 10)]
@@ -144,10 +144,10 @@ def check_tokens_are_bounded(kind: type[RequestTable]) -> None:
 def test_the_tokens_that_wait_are_bounded_too() -> None:
     check_tokens_are_bounded(RequestTable)
     with pytest.raises(AssertionError):
-        check_tokens_are_bounded(PlacesOnlyLedger)
+        check_tokens_are_bounded(PlacesOnlyTable)
 
 
-def test_nobody_is_displaced_for_a_request_that_is_refused() -> None:
+def test_refused_request_displaces_nothing() -> None:
     """The bug: many short requests went one after the other for a long one, which was then too long all the same."""
     limits = SchedulerConfig(max_running=1, max_waiting=100, max_waiting_tokens=1000)
     fates, aborted = fill(RequestTable, limits, each(*(of_key("a", number, 95) for number in range(11)), of_key("b", 0, 900)))
@@ -155,44 +155,54 @@ def test_nobody_is_displaced_for_a_request_that_is_refused() -> None:
     assert list(fates.values()) == ["waits"] * 11 + ["busy"]
 
 
-def check_nobody_goes_for_choices_that_are_refused(kind: type[RequestTable]) -> None:
+def check_refused_choices_displace_nothing(kind: type[RequestTable]) -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8)
     fates, aborted = fill(kind, limits, [*each(*(of_key("a", number) for number in range(9))), choices("b", 0, 6)])
     assert aborted == []
     assert of(fates, "busy") == [f"b0-{index}" for index in range(6)]
 
 
-def test_nobody_is_displaced_for_choices_that_are_refused() -> None:
+def test_refused_choices_displace_nothing() -> None:
     """The bug: the first of an answer's choices displaced others, and the last one was refused, and they with it."""
-    check_nobody_goes_for_choices_that_are_refused(RequestTable)
+    check_refused_choices_displace_nothing(RequestTable)
     with pytest.raises(AssertionError):
-        check_nobody_goes_for_choices_that_are_refused(PiecemealLedger)
+        check_refused_choices_displace_nothing(PiecemealTable)
 
 
 def check_choices_go_together(kind: type[RequestTable]) -> None:
     limits = SchedulerConfig(max_running=2, max_waiting=8)
-    asked = [*each(of_key("a", 0), of_key("a", 1), of_key("a", 2)), choices("a", 3, 4), choices("a", 4, 3), *each(of_key("b", 0))]
-    fates, aborted = fill(kind, limits, asked)
+    requested = [
+        *each(of_key("a", 0), of_key("a", 1), of_key("a", 2)),
+        choices("a", 3, 4),
+        choices("a", 4, 3),
+        *each(of_key("b", 0)),
+    ]
+    fates, aborted = fill(kind, limits, requested)
     assert of(fates, "displaced") == aborted == ["a4-0", "a4-1", "a4-2"]
     fates, aborted = fill(kind, limits, [choices("a", 3, 10), *each(of_key("b", 0))], begun=["a3-0", "a3-1"])
-    assert of(fates, "displaced") == aborted == [f"a3-{index}" for index in range(10)], "nobody would read those that run"
+    assert of(fates, "displaced") == aborted == [f"a3-{index}" for index in range(10)], "the running choices would have no reader"
 
 
 def test_the_choices_of_an_answer_go_together() -> None:
     """The bug: one waiting choice was displaced, which ended the stream of all, and the others had run for nothing."""
     check_choices_go_together(RequestTable)
     with pytest.raises(AssertionError):
-        check_choices_go_together(OrphaningLedger)
+        check_choices_go_together(OrphaningTable)
 
 
 def check_what_has_begun_stays(kind: type[RequestTable]) -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8)
-    asked = [choices("a", 0, 2), *each(*(of_key("c", number) for number in range(2))), choices("a", 1, 5), *each(of_key("b", 0))]
-    fates, _ = fill(kind, limits, asked, begun=["a0-0"])
+    requested = [
+        choices("a", 0, 2),
+        *each(*(of_key("c", number) for number in range(2))),
+        choices("a", 1, 5),
+        *each(of_key("b", 0)),
+    ]
+    fates, _ = fill(kind, limits, requested, begun=["a0-0"])
     assert of(fates, "displaced") == [f"a1-{index}" for index in range(5)]
-    asked = [choices("a", 0, 7), *each(*(of_key("c", number) for number in range(2))), *each(of_key("b", 0))]
-    fates, _ = fill(kind, limits, asked, begun=["a0-0"])
-    assert of(fates, "displaced") == ["c1"], "of a key that has less, but of whom nothing was told"
+    requested = [choices("a", 0, 7), *each(*(of_key("c", number) for number in range(2))), *each(of_key("b", 0))]
+    fates, _ = fill(kind, limits, requested, begun=["a0-0"])
+    assert of(fates, "displaced") == ["c1"], "of a key that has less, but without output so far"
     fates, _ = fill(kind, limits, [choices("a", 0, 9), *each(of_key("b", 0))], begun=["a0-0"])
     assert len(of(fates, "displaced")) == 9, "no key is locked out"
 
@@ -200,7 +210,7 @@ def check_what_has_begun_stays(kind: type[RequestTable]) -> None:
 def test_an_answer_that_has_begun_goes_last(monkeypatch) -> None:
     check_what_has_begun_stays(RequestTable)
     with pytest.raises(AssertionError):
-        check_what_has_begun_stays(OrphaningLedger)
+        check_what_has_begun_stays(OrphaningTable)
 
     def blind(queue, new_request, limits):
         return displaced_shares([replace(claim, has_begun=False) for claim in queue], new_request, limits)
@@ -210,7 +220,7 @@ def test_an_answer_that_has_begun_goes_last(monkeypatch) -> None:
         check_what_has_begun_stays(RequestTable)
 
 
-async def test_an_answer_of_which_one_choice_has_ended_has_begun() -> None:
+async def test_answer_with_finished_choice_has_begun() -> None:
     request_table = RequestTable(SchedulerConfig(max_running=1, max_waiting=3), lambda request_id: None)
     streams = [
         *request_table.open([of_key("c", 0)]),
@@ -224,7 +234,7 @@ async def test_an_answer_of_which_one_choice_has_ended_has_begun() -> None:
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=40))
-def test_no_key_is_refused_while_another_has_more_of_the_queue(keys: list[str]) -> None:
+def test_key_with_fewer_places_is_admitted(keys: list[str]) -> None:
     fates, _ = fill(RequestTable, SchedulerConfig(max_running=1, max_waiting=6), each(*map(of_key, keys, range(len(keys)))))
     places = Counter(name[0] for name in of(fates, "waits")[1:])  # one of them runs
     assert places.total() <= 6
@@ -232,43 +242,43 @@ def test_no_key_is_refused_while_another_has_more_of_the_queue(keys: list[str]) 
         assert places[keys[-1]] + 1 >= max(places.values())
 
 
-asked = st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(1, 20))
+requested = st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(1, 20))
 
 
-@given(st.lists(asked, min_size=2, max_size=20))
-def test_an_answer_has_one_fate(asked: list[tuple[str, int, int]]) -> None:
+@given(st.lists(requested, min_size=2, max_size=20))
+def test_an_answer_has_one_fate(requested: list[tuple[str, int, int]]) -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8, max_waiting_tokens=60)
-    answers = [choices(key, number, num, num_prompt) for number, (key, num, num_prompt) in enumerate(asked)]
+    answers = [choices(key, number, num, num_prompt) for number, (key, num, num_prompt) in enumerate(requested)]
     fates, _ = fill(RequestTable, limits, answers)
     assert all(len({fates[request.request_id] for request in answer}) == 1 for answer in answers)
     waiting = [answer for answer in answers if fates[answer[0].request_id] == "waits"]
     assert len(list(chain(*waiting))) <= 9  # one of them runs
 
 
-def check_who_can_stay_stays() -> None:
+def check_requests_that_fit_stay() -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8)
-    asked = [*each(of_key("a", 0)), choices("a", 1, 5), *each(of_key("a", 2)), choices("c", 0, 2), choices("b", 0, 3)]
-    fates, aborted = fill(RequestTable, limits, asked)
+    requested = [*each(of_key("a", 0)), choices("a", 1, 5), *each(of_key("a", 2)), choices("c", 0, 2), choices("b", 0, 3)]
+    fates, aborted = fill(RequestTable, limits, requested)
     assert of(fates, "displaced") == aborted == [f"a1-{index}" for index in range(5)]
     limits = SchedulerConfig(max_running=1, max_waiting=20, max_waiting_tokens=40)
-    asked = each(of_key("r", 0), of_key("c", 0, 10), of_key("c", 1, 10), *(of_key("a", number) for number in range(11)))
-    _, aborted = fill(RequestTable, limits, [*asked, *each(of_key("b", 0, 14))])
+    requested = each(of_key("r", 0), of_key("c", 0, 10), of_key("c", 1, 10), *(of_key("a", number) for number in range(11)))
+    _, aborted = fill(RequestTable, limits, [*requested, *each(of_key("b", 0, 14))])
     assert aborted == ["c1"], "what is short are tokens, and of those a key with many places has few"
 
 
-def test_who_can_stay_beside_those_that_go_stays(monkeypatch) -> None:
+def test_requests_that_fit_are_not_displaced(monkeypatch) -> None:
     """The bug: a short answer went first, made too little room, and was not let back when the next one made enough alone."""
-    check_who_can_stay_stays()
+    check_requests_that_fit_stay()
     monkeypatch.setattr(displacement, "_needed", lambda candidates, queue, usage: candidates)
     with pytest.raises(AssertionError):
-        check_who_can_stay_stays()
+        check_requests_that_fit_stay()
 
 
 claims = st.builds(QueuedShare, st.sampled_from("abcd"), st.integers(-2, 2), st.integers(1, 3), st.integers(1, 9), st.booleans())
 
 
 @given(st.lists(claims, max_size=20), claims)
-def test_only_what_must_goes_and_what_has_begun_goes_last(queue: list[QueuedShare], new_request: QueuedShare) -> None:
+def test_displacement_is_minimal_and_spares_begun(queue: list[QueuedShare], new_request: QueuedShare) -> None:
     limits = SchedulerConfig(max_waiting=12, max_waiting_tokens=40)
     in_turn = displacement._candidates(queue, new_request.group, displacement._QueueUsage([*queue, new_request], limits))
     victims = displaced_shares(queue, new_request, limits)

@@ -1,4 +1,4 @@
-"""Whatever kills workers is found and ended, the others go on; and bad luck alone ends nobody."""
+"""A request that kills workers is found and ended, the others go on; random deaths end no request."""
 
 import asyncio
 from collections.abc import Callable
@@ -31,10 +31,10 @@ class Worker:
 
     def step(self) -> list[TokenEvent] | None:
         """Return the news; None if the step kills."""
-        num_told = {name: len(self.requests[name].progress.token_ids) for name in self.running()}
-        if any(self._poisons.get(name) == num for name, num in num_told.items()):
+        num_delivered = {name: len(self.requests[name].progress.token_ids) for name in self.running()}
+        if any(self._poisons.get(name) == num for name, num in num_delivered.items()):
             return None
-        return [self._advance(name, num) for name, num in num_told.items()]
+        return [self._advance(name, num) for name, num in num_delivered.items()]
 
     def _advance(self, name: str, num: int) -> TokenEvent:
         request = self.requests.pop(name)
@@ -107,12 +107,12 @@ def check_the_poison_is_found(num: int, poisons: dict[str, int], may_know: bool,
 @given(
     st.integers(1, 9), st.dictionaries(st.sampled_from("012345678"), st.integers(0, NUM_TOKENS - 1), max_size=3), st.booleans()
 )
-def test_each_poison_is_found_and_the_others_complete(num: int, poisons: dict[str, int], may_know: bool) -> None:
+def test_poison_is_found_and_others_complete(num: int, poisons: dict[str, int], may_know: bool) -> None:
     check_the_poison_is_found(num, {name: at for name, at in poisons.items() if int(name) < num}, may_know)
 
 
 class Trusting(Recovery):
-    """The mutant: nobody is suspected."""
+    """The mutant: no request is quarantined."""
 
     def on_ready(self) -> None:
         for entry in self._request_table.entries:
@@ -146,13 +146,13 @@ class Forgetful(Recovery):
 
 
 @pytest.mark.parametrize("mutant", [Trusting, Rash, Forgetful])
-def test_mutants_are_noticed(mutant: type[Recovery]) -> None:
+def test_mutants_are_detected(mutant: type[Recovery]) -> None:
     with pytest.raises(AssertionError):
         check_the_poison_is_found(3, {"1": 2}, True, mutant)
 
 
-async def test_bad_luck_ends_nobody() -> None:
-    """Each worker is killed after its second step, again and again: every token that gets out acquits."""
+async def test_random_deaths_fail_no_request() -> None:
+    """Each worker is killed after its second step, again and again: every delivered token clears its request."""
     house = House({})
     streams = [house.submit(str(n)) for n in range(8)]
     while len(house.request_table):
@@ -162,7 +162,7 @@ async def test_bad_luck_ends_nobody() -> None:
         assert end_in(stream)[0] == list(range(NUM_TOKENS))
 
 
-async def test_who_waits_for_a_place_is_not_suspected() -> None:
+async def test_waiting_requests_count_no_deaths() -> None:
     house = House({})
     streams = [house.submit(str(n)) for n in range(MAX_RUNNING + 2)]
     house.live(is_killed=iter([False, True]).__next__)
@@ -171,7 +171,7 @@ async def test_who_waits_for_a_place_is_not_suspected() -> None:
     house.request_table.abort_all()
 
 
-async def test_a_worker_that_dies_before_its_first_word_may_have_died_of_any() -> None:
+async def test_death_before_first_event_counts_for_all() -> None:
     """Of taking a request in, for example: it is in no step then."""
     house = House({})
     streams = [house.submit(str(n)) for n in range(2)]
@@ -181,7 +181,7 @@ async def test_a_worker_that_dies_before_its_first_word_may_have_died_of_any() -
     house.request_table.abort_all()
 
 
-async def test_newcomers_wait_while_somebody_is_on_trial() -> None:
+async def test_new_requests_wait_during_isolated_retry() -> None:
     house = House({"0": 0})
     streams = [house.submit(str(n)) for n in range(2)]
     for _ in range(MAX_DEATHS):

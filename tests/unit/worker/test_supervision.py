@@ -7,7 +7,7 @@ from engine.worker.restart_limits import DeathRecord, Supervision
 LIMITS = Supervision(min_backoff_s=1.0, max_backoff_s=5.0, stable_s=10.0, max_failed_starts=3)
 
 
-def test_a_first_start_that_fails_is_not_repeated() -> None:
+def test_failed_first_start_is_not_repeated() -> None:
     deaths = DeathRecord(LIMITS)
     assert not deaths.is_hopeless
     deaths.note(None)
@@ -59,5 +59,5 @@ def test_kills_from_outside_wait_for_nothing() -> None:
     assert waits(*[(0.5, False), (0.5, True)] * 3) == [0.0, 0.0, 0.0, 1.0, 0.0, 2.0, 0.0], "they forgive no crash either"
 
 
-def test_a_settled_life_forgives_all() -> None:
+def test_long_life_resets_restart_delay() -> None:
     assert waits(*[(0.5, False)] * 3, (20.0, False), (0.5, False)) == [0.0, 0.0, 1.0, 2.0, 0.0, 0.0]

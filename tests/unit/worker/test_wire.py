@@ -107,7 +107,7 @@ def test_reports_survive(report: WorkerEvent) -> None:
     check_survives(report)
 
 
-def test_a_codec_that_drops_logprobs_is_noticed() -> None:
+def test_a_codec_that_drops_logprobs_is_detected() -> None:
     """The mutant: log-probabilities thought too bulky for the wire."""
 
     def lossy(message: Command | WorkerEvent) -> bytes:
@@ -121,7 +121,7 @@ def test_a_codec_that_drops_logprobs_is_noticed() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"nonsense", pickle.dumps(Abort), encode_message(Heartbeat()), encode_message(Failed("x"))]
 )
-def test_what_is_no_letter_is_refused(data: bytes) -> None:
+def test_invalid_message_is_refused(data: bytes) -> None:
     with pytest.raises((msgspec.DecodeError, msgspec.ValidationError)):
         decode_command(data)
 
@@ -137,6 +137,6 @@ def test_values_are_checked_on_arrival() -> None:
         decode_command(bad_shape)
 
 
-def test_an_integer_beyond_64_bits_is_refused_before_it_is_sent() -> None:
+def test_integer_over_64_bits_is_refused() -> None:
     with pytest.raises(OverflowError):
         encode_message(Add(Request("r", (1,), SamplingParams(seed=2**70))))

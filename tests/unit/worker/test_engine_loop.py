@@ -1,4 +1,4 @@
-"""The desk hears each end once, and finds out an engine that forgets one."""
+"""The engine loop reports each end once, and detects an engine that forgets one."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.counting_engine import MAX_MODEL_LEN, CountingEngine, Trick, counting
 
 
 class CredulousLoop(EngineLoop):
-    """The mutant: passes on whatever the engine says."""
+    """The mutant: passes on every event of the engine."""
 
     def step(self) -> StepResult | None:
         output = self._engine.step()
@@ -34,11 +34,11 @@ def check_each_ends_once(engine_loop: EngineLoop) -> None:
     assert sorted(ends) == ["a", "b"]
 
 
-def test_an_end_said_twice_is_heard_once() -> None:
+def test_duplicate_end_is_reported_once() -> None:
     check_each_ends_once(EngineLoop(CountingEngine()))
 
 
-def test_a_credulous_desk_is_noticed() -> None:
+def test_credulous_loop_is_detected() -> None:
     with pytest.raises(AssertionError):
         check_each_ends_once(CredulousLoop(CountingEngine()))
 
@@ -51,7 +51,7 @@ def test_a_forgotten_request_is_found_when_idle() -> None:
         engine_loop.check_idle()
 
 
-def test_the_engines_own_books_are_checked_when_idle() -> None:
+def test_idle_engine_is_checked_for_leaks() -> None:
     engine_loop = EngineLoop(CountingEngine())
     engine_loop.handle(Add(counting_request("a", Trick.LEAK, max_tokens=1)))
     events_of(engine_loop)
@@ -59,7 +59,7 @@ def test_the_engines_own_books_are_checked_when_idle() -> None:
         engine_loop.check_idle()
 
 
-def test_a_refusal_is_an_answer_and_needs_no_step() -> None:
+def test_refusal_needs_no_step() -> None:
     engine_loop = EngineLoop(CountingEngine())
     engine_loop.handle(Add(counting_request("long", 1, max_tokens=MAX_MODEL_LEN)))
     assert engine_loop.step() == StepResult((refusal_event("long", "too long"),))
@@ -67,7 +67,7 @@ def test_a_refusal_is_an_answer_and_needs_no_step() -> None:
     engine_loop.check_idle()
 
 
-def test_an_abort_is_told_once_and_unknown_ids_not_at_all() -> None:
+def test_abort_is_reported_once_per_known_id() -> None:
     engine_loop = EngineLoop(CountingEngine())
     engine_loop.handle(Add(counting_request("a", 1)))
     for request_id in ("a", "a", "unknown"):

@@ -21,11 +21,11 @@ operations = st.lists(
 
 
 def no_abort(_request_id: str) -> None:
-    """Stand for an engine that takes aborts and says nothing."""
+    """Replace an engine that accepts aborts and never reports them."""
 
 
-class ForgetfulLedger(RequestTable):
-    """The mutant: at a death, answers only those who have had a token."""
+class ForgetfulTable(RequestTable):
+    """The mutant: at a death, fails only requests that have had a token."""
 
     def fail_all(self, code: ErrorCode, error: str) -> None:
         for entry in list(self._live.values()):
@@ -33,8 +33,8 @@ class ForgetfulLedger(RequestTable):
                 self.fail(entry, code, error)
 
 
-class DoubtfulLedger(RequestTable):
-    """The mutant: a request that ended can be heard of again."""
+class DoubtfulTable(RequestTable):
+    """The mutant: a request that ended may have more events."""
 
     def _put(self, entry, event) -> None:
         super()._put(entry, event)
@@ -48,7 +48,7 @@ def opened(request_table: RequestTable, request: Request) -> TokenEventStream:
 
 
 async def play(request_table: RequestTable, steps: list[tuple[str, str]]) -> list[TokenEventStream]:
-    """Do the steps and end all; return the streams that nobody closed."""
+    """Do the steps and end all; return the streams that were not closed."""
     streams: list[TokenEventStream] = []
     latest: dict[str, TokenEventStream] = {}
     for verb, request_id in steps:
@@ -101,14 +101,14 @@ def test_each_request_ends_exactly_once(steps: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize(
     ("mutant", "steps"),
-    [(ForgetfulLedger, [("submit", "a"), ("die", "a")]), (DoubtfulLedger, [("submit", "a"), ("finish", "a"), ("finish", "a")])],
+    [(ForgetfulTable, [("submit", "a"), ("die", "a")]), (DoubtfulTable, [("submit", "a"), ("finish", "a"), ("finish", "a")])],
 )
-def test_mutants_are_noticed(mutant: type[RequestTable], steps: list[tuple[str, str]]) -> None:
+def test_mutants_are_detected(mutant: type[RequestTable], steps: list[tuple[str, str]]) -> None:
     with pytest.raises(AssertionError):
         check_each_ends_once(mutant, steps)
 
 
-async def test_only_those_beyond_the_running_limit_wait() -> None:
+async def test_requests_beyond_running_limit_wait() -> None:
     request_table = RequestTable(SchedulerConfig(max_running=2, max_waiting=3), no_abort)
     streams = []
     for number in range(5):
@@ -129,7 +129,7 @@ async def test_only_those_beyond_the_running_limit_wait() -> None:
 
 
 @pytest.mark.parametrize(("seconds_each", "retry_after_s"), [(0.001, 1.0), (2.0, 8.0), (100.0, 30.0)])
-async def test_retry_after_follows_the_recent_rate_of_finishing(seconds_each: float, retry_after_s: float) -> None:
+async def test_retry_after_follows_recent_finish_rate(seconds_each: float, retry_after_s: float) -> None:
     now_s = 0.0
     request_table = RequestTable(SchedulerConfig(max_running=1), no_abort, clock=lambda: now_s)
     streams = [opened(request_table, counting_request(str(number), 1)) for number in range(8)]
@@ -143,7 +143,7 @@ async def test_retry_after_follows_the_recent_rate_of_finishing(seconds_each: fl
     assert len(streams) == 8
 
 
-async def test_retry_after_does_not_count_the_time_before_the_queue() -> None:
+async def test_retry_after_ignores_time_before_queue() -> None:
     """The bug: two finishes, an hour of silence, then a burst: the hour was taken for slow work and Retry-After was 30 s."""
     now_s = 0.0
     request_table = RequestTable(SchedulerConfig(max_running=1), no_abort, clock=lambda: now_s)
@@ -163,7 +163,7 @@ async def test_retry_after_does_not_count_the_time_before_the_queue() -> None:
     assert len(streams) == 7
 
 
-async def test_closing_before_the_first_event_aborts_once_and_the_id_stays_taken() -> None:
+async def test_early_close_aborts_once_and_keeps_id() -> None:
     aborted: list[str] = []
     request_table = RequestTable(SchedulerConfig(), aborted.append)
     stream = opened(request_table, counting_request("a", 1))
@@ -208,7 +208,7 @@ async def test_a_cancelled_wait_leaves_the_stream_usable() -> None:
     assert [event.token_ids async for event in stream] == [(1,)]
 
 
-async def test_what_has_been_told_is_the_resumed_requests_history() -> None:
+async def test_resumed_request_contains_delivered_tokens() -> None:
     request_table = RequestTable(SchedulerConfig(), no_abort)
     stream = opened(request_table, request := counting_request("a", 1))
     assert stream.entry.as_resumed == request
@@ -219,7 +219,7 @@ async def test_what_has_been_told_is_the_resumed_requests_history() -> None:
     request_table.abort_all()
 
 
-async def test_what_nobody_wants_ends_with_the_engine_that_had_it() -> None:
+async def test_unwanted_requests_end_with_their_engine() -> None:
     aborted: list[str] = []
     request_table = RequestTable(SchedulerConfig(), aborted.append)
     wanted, closed, dropped = (opened(request_table, counting_request(name, 1)) for name in ("wanted", "closed", "aborted"))
