@@ -139,7 +139,7 @@ def _mixed_batch(golden: Golden, shift: int) -> tuple[list[Request], dict[str, t
     return requests, expected
 
 
-def test_a_seed_gives_one_text_plain_and_speculative(golden: Golden) -> None:
+def test_seeded_completion_is_equal_with_speculation(golden: Golden) -> None:
     """Plain decoding alone; the expansions in one batch, whose passes are dear."""
     sampling = SamplingParams(temperature=0.8, seed=11, max_tokens=16)
     ways = {str(expansion): Speculation(expansion=expansion) for expansion in EXPANSIONS[:4]}
@@ -151,7 +151,7 @@ def test_a_seed_gives_one_text_plain_and_speculative(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("golden", ["smollm2-135m"], indirect=True)
-def test_the_comparison_sees_an_extra_token_taken_from_the_root(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_detects_extra_token_from_root(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: whatever path is accepted, the extra token is the root's arg max."""
 
     def from_the_root(trees, choices):

@@ -60,7 +60,7 @@ def _told(server: RunningServer, body: dict[str, Any], on_text: Callable[[], Non
     return "".join(texts)
 
 
-def test_a_hung_step_is_seen_and_recovered_from(server: RunningServer) -> None:
+def test_hung_step_is_detected_and_recovered(server: RunningServer) -> None:
     body = {"model": "tiny", "prompt": "hello world", "max_tokens": _NUM_TOKENS, "ignore_eos": True, "seed": 5, "stream": True}
     undisturbed = _told(server, body)
     first_worker, has_begun = worker_of(server), list[int]()

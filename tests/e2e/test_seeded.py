@@ -129,7 +129,7 @@ def _gap(case: Case, expected: tuple[int, ...], found: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("drafter", ["early-exit", "ngram"])
-def test_a_seed_gives_one_text_with_speculation_on_or_off(drafter: str, cases: list[Case], plain: Texts) -> None:
+def test_seeded_completion_is_equal_without_speculation(drafter: str, cases: list[Case], plain: Texts) -> None:
     run = _speculative(cases, drafter)
     num_tokens = sum(map(len, run.texts.values()))
     _logger.info("%s: %d texts, %d tokens, %d of them drafted", drafter, len(run.texts), num_tokens, run.num_accepted)
@@ -143,7 +143,7 @@ def test_the_texts_are_unlike(cases: list[Case], plain: Texts) -> None:
     assert len(set(plain.values())) > 0.95 * len(cases)
 
 
-def test_the_comparison_sees_noise_keyed_by_the_step(cases: list[Case], plain: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_detects_noise_keyed_by_step(cases: list[Case], plain: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: every token of a step is chosen with the noise of the step's first."""
     monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: stream_key(key.seed, key.root_position + 1, Stream.TOKEN))
     some = cases[:4]

@@ -31,7 +31,7 @@ def test_what_grows_is_found() -> None:
     assert [leak.split(" grew")[0] for leak in leaks(forgetful)] == ["files of worker"]
 
 
-def test_what_is_held_more_than_before_is_told() -> None:
+def test_growing_resources_are_reported() -> None:
     before = {**_held(0), "series of metrics": 600.0}
     little = {"memory of worker": before["memory of worker"] + 900, "series of metrics": 610.0, "files of worker": 29.0}
     assert more(before, {**before, **little}, 1000.0) == []

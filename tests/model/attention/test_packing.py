@@ -102,7 +102,7 @@ def test_like_sizes_share_a_group(several):
 
 
 @given(rows, st.sampled_from([None, 1, 3, 8]))
-def test_bias_is_zero_where_a_query_sees_a_key_inside_the_window(several, window):
+def test_bias_is_zero_inside_the_window(several, window):
     for group in pack(segments_of(several), CPU).padded.groups:
         bias = group.bias(window, torch.float32)
         distance = group.query_positions_BT[:, :, None] - group.key_positions_BL[:, None, :]
@@ -159,7 +159,7 @@ def test_pack_kills(mutant):
         check(mutant(batch), packed)
 
 
-def test_a_chunk_of_a_long_text_has_a_mask_of_its_own_rows_alone():
+def test_chunk_mask_covers_its_own_rows_only():
     """Nothing is as large as the square of a text: a chunk's queries by the text's keys, beside a square of the chunk."""
     length, chunk = 8192, 512
     segment = chain_segment([5] * chunk, length - chunk, range(length))

@@ -38,7 +38,7 @@ def test_tree_segment(certain_ids, tree, context_len):
 
 
 @given(certain, st.integers(0, 9))
-def test_a_chain_is_a_root_alone_at_its_end(certain_ids, context_len):
+def test_chain_is_a_root_at_its_end(certain_ids, context_len):
     slots = list(range(50))
     tree = TokenTree.single(certain_ids[-1])
     check(chain_segment(certain_ids, context_len, slots), certain_ids, tree, context_len, slots)

@@ -203,7 +203,7 @@ def table_report(table: Table) -> Report:
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_a_slip_in_a_rules_formula_is_found(table, monkeypatch):
+def test_error_in_rule_formula_is_detected(table, monkeypatch):
     """The rule itself, under the same laws, passes."""
     assert is_lawful(table_report(table))
     broken = TwoPhase(table.verifier, table.slip, BottomUp())
@@ -218,7 +218,7 @@ def likeliest_as_draws(asked, logits_PM, probs, vocab):
     return children._to_candidates(children._to_host(asked, probs_PM.topk(width).indices, probs_PM, vocab))
 
 
-def test_a_rule_of_ratios_on_chosen_children_is_found(monkeypatch):
+def test_ratio_rule_on_chosen_children_is_detected(monkeypatch):
     monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.IID, likeliest_as_draws)
     assert not is_lawful(report())
 
@@ -238,7 +238,7 @@ def one_too_few(logits_NV, sampling, rows):
 @pytest.mark.parametrize(
     ("mutant", "sampling"), [(one_too_many, SHARP), (one_too_few, SamplingParams(temperature=1.5, top_p=0.5))]
 )
-def test_a_distribution_cut_one_token_off_is_found(mutant, sampling, monkeypatch):
+def test_distribution_truncated_off_by_one_is_detected(mutant, sampling, monkeypatch):
     """In the judge and in plain decoding alike: only a reference of other make can see it."""
     monkeypatch.setattr("engine.verify.dispatch.warped_probs", mutant)
     found = report(sampling=sampling)
@@ -257,7 +257,7 @@ def extra_after_the_root(trees, choices):
 _GREEDY = coupled.judge_greedy
 
 
-def test_a_greedy_token_taken_from_the_root_is_found(monkeypatch):
+def test_greedy_token_from_root_is_detected(monkeypatch):
     monkeypatch.setattr("engine.verify.dispatch.judge_greedy", extra_after_the_root)
     found = report(num_samples=1, noise=0.01)
     assert found.greedy[0].tally.num_mismatch
@@ -272,7 +272,7 @@ def test_noise_of_a_wrong_position_is_found(monkeypatch):
     assert not found.is_lossless
 
 
-def test_noise_of_the_root_for_every_depth_is_found(monkeypatch):
+def test_root_noise_at_each_depth_is_detected(monkeypatch):
     monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: stream_key(key.seed, key.root_position + 1, Stream.TOKEN))
     found = report(num_samples=1, noise=0.01)
     assert found.coupled[0].num_unlike_texts

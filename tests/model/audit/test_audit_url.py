@@ -182,7 +182,7 @@ def test_an_absent_server_is_one_sentence(url, capsys):
     assert "cannot be reached" in capsys.readouterr().err
 
 
-def test_a_server_that_goes_away_is_one_sentence(folder):
+def test_disconnected_server_is_a_one_line_error(folder):
     class Ending(stand_in.StandIn):
         num_left = 60
 

@@ -35,7 +35,7 @@ def mix(way, kinds, temperatures, batch, num_rounds):
 
 
 @pytest.mark.parametrize(("kinds", "temperatures"), [(KINDS, TEMPERATURES), (KINDS[:2], TEMPERATURES), (KINDS, (0.0, 1.0))])
-def test_every_kind_comes_at_every_temperature_as_often(way, kinds, temperatures):
+def test_kinds_and_temperatures_combine_equally_often(way, kinds, temperatures):
     """The bug: where there were as many kinds as temperatures, a kind had one temperature alone."""
     whole = len(kinds) * len(temperatures)
     requests = islice(mix(way, kinds, temperatures, batch=1, num_rounds=whole), 2 * whole)
@@ -44,7 +44,7 @@ def test_every_kind_comes_at_every_temperature_as_often(way, kinds, temperatures
     assert set(pairs.values()) == {2}
 
 
-def test_rounds_have_seeds_of_their_own_and_contenders_the_same(way):
+def test_rounds_differ_in_seeds_contenders_do_not(way):
     requests = mix(way, KINDS, TEMPERATURES, batch=4, num_rounds=3)
     seeds = [request.sampling.seed for request in requests if request.sampling.temperature]
     assert len(set(seeds)) == len(seeds)

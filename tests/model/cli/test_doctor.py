@@ -93,7 +93,7 @@ def test_integers_need_our_library(folder, capsys, monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *QUANTISED])
-def test_where_the_library_runs_no_precision_rounds_by_width(folder, capsys, monkeypatch, dtype):
+def test_precision_level_depends_on_the_library(folder, capsys, monkeypatch, dtype):
     monkeypatch.setattr(library, "is_available", lambda: True)
     _, report = _report(capsys, "--model", folder, "--dtype", dtype, "--device", "cpu")
     assert _levels(report, "precision") == ["ok"]
@@ -103,7 +103,7 @@ def test_where_the_library_runs_no_precision_rounds_by_width(folder, capsys, mon
     assert _levels(report, "precision") == [{"float32": "ok", "bfloat16": "warning"}.get(dtype, "refused")]
 
 
-def test_the_weights_take_what_is_said(folder, capsys):
+def test_weights_use_the_reported_bytes(folder, capsys):
     """As many bytes as the loaded model's parameters, tied ones once."""
     model = load_model(Path(folder), "float32", torch.device("cpu"), "plain")
     assert num_parameters(Path(folder)) == model.module.num_parameters()
@@ -174,7 +174,7 @@ def test_check_refuses_a_model_that_differs(folder, capsys, checked, monkeypatch
     assert "a tree-masked pass differs" in next(one["text"] for one in report["findings"] if one["part"] == "check")
 
 
-def test_check_of_a_cache_that_cannot_be_written(folder, capsys, checked, monkeypatch):
+def test_check_of_an_unwritable_cache(folder, capsys, checked, monkeypatch):
     """The bug: a file that cannot be deleted was a traceback."""
 
     def fail(*_: Any) -> None:
@@ -185,7 +185,7 @@ def test_check_of_a_cache_that_cannot_be_written(folder, capsys, checked, monkey
     assert (status, _levels(report, "check")) == (1, ["refused"])
 
 
-def test_a_preset_that_is_not_there_is_not_fetched(capsys, tmp_path, monkeypatch):
+def test_missing_preset_is_not_downloaded(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     status, report = _report(capsys, "--model", next(iter(load_presets())))
     assert status == 0
@@ -193,13 +193,13 @@ def test_a_preset_that_is_not_there_is_not_fetched(capsys, tmp_path, monkeypatch
     assert not list(WeightsCache(tmp_path).root.iterdir())
 
 
-def test_wrong_settings_are_told_as_serve_tells_them(capsys):
+def test_wrong_settings_give_the_serve_message(capsys):
     assert main(["doctor", "--max-running", "0"]) == 2
     assert "max_running" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_the_cache_takes_what_is_said(family):
+def test_cache_uses_the_reported_bytes(family):
     """Its pools, made by a real pass, have the bytes of the configuration's sizes."""
     model = tiny_model(family)
     engine = tiny_engine(model, None, PlainDecoding())

@@ -89,7 +89,7 @@ class RunsWhatItRecords:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
-def test_texts_of_a_token_or_two_are_replayed(max_tokens: int) -> None:
+def test_one_and_two_token_sequences_are_replayed(max_tokens: int) -> None:
     model = tiny_model()
     short = {name: dataclasses.replace(order, max_tokens=max_tokens) for name, order in orders(1.0).items()}
     tap, rows = StateTap(model, LAYERS), [RunningJob(name, order) for name, order in short.items()]

@@ -155,7 +155,7 @@ def test_every_proposal_is_the_networks_own(name, linears, tmp_path):
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash", "medusa"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
-def test_proposals_for_other_families_are_the_networks_own(name, family, tmp_path):
+def test_proposals_for_other_families_equal_the_network(name, family, tmp_path):
     """Gemma scales its embeddings: a drafter reads them unscaled."""
     assert proposals_of_a_run(tmp_path, name, family).error < EXACT
 
@@ -251,7 +251,7 @@ def test_no_text_changes(kind, config, tmp_path):
 
 @pytest.mark.usefixtures("poisoned_pools")
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
-def test_a_checkpoint_beside_cached_text_proposes_as_alone(kind, tmp_path):
+def test_checkpoint_with_cached_text_proposes_as_alone(kind, tmp_path):
     """Where the cache is sure the network is not asked, and nothing reads a state that was never made."""
     drafter = drafter_of(tmp_path, kind, model("llama"), CROWDED)
     proposals = CheckedProposals(drafter, kind, "llama")

@@ -222,7 +222,7 @@ def test_speculators_logits_kill(where, name, mutant, checkpoints, monkeypatch):
 
 
 @torch.inference_mode()
-def test_window_of_other_projects_ends_at_each_slot():
+def test_speculators_window_ends_at_each_slot():
     """speculators counts a window from the anchor, the engines from each query: the last slots see less context."""
     checkpoint, expected = made("dflash-sliding")
     shape, slots = checkpoint.shape, [*range(12)]

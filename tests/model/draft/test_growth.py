@@ -77,7 +77,7 @@ def rows_of(several, sampling: SamplingParams, verifier: str, seed: int):
 
 @settings(max_examples=40)
 @given(batches, sampling_params(), st.integers(0, 2**62))
-def test_sampled_trees_have_their_shape_and_their_distributions(several, sampling, seed):
+def test_sampled_trees_have_their_shape_and_distributions(several, sampling, seed):
     """`law_rows` names the processed law of the drafter after each node's path, and children come from its support."""
     rows = rows_of(several, sampling, "traversal", seed)
     grown = grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows)
@@ -95,7 +95,7 @@ def test_sampled_trees_have_their_shape_and_their_distributions(several, samplin
 
 @settings(max_examples=40)
 @given(batches, st.sampled_from(["greedy", "coupled"]), sampling_params(), st.integers(0, 2**62), st.sampled_from([1.0, 2.5]))
-def test_ranked_trees_take_the_best_of_their_ranking(several, kind, sampling, seed, sharpness):
+def test_ranked_trees_take_the_best_tokens(several, kind, sampling, seed, sharpness):
     rows = rows_of(several, GREEDY if kind == "greedy" else sampling, "coupled", seed)
     calibrations = Calibrations()
     calibrations.of(rows[0]).agreement.log_prob_weight *= sharpness
@@ -121,13 +121,13 @@ def ranking(text: list[int], sampling: SamplingParams, seed: int, sharpness: flo
 
 @settings(max_examples=25)
 @given(batches, st.sampled_from([("traversal", SAMPLED), ("coupled", SAMPLED), ("coupled", GREEDY)]), st.integers(0, 2**62))
-def test_a_tree_does_not_depend_on_batch_mates(several, kind, seed):
+def test_tree_is_independent_of_batch_mates(several, kind, seed):
     rows = rows_of(several, kind[1], kind[0], seed)
     together = grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows).forest.trees
     assert together == tuple(grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), [row]).forest.trees[0] for row in rows)
 
 
-def test_batch_mates_kill_draws_by_place_in_the_batch(monkeypatch):
+def test_batch_mates_detect_draws_by_batch_index(monkeypatch):
     calls = iter(range(10**6))
     monkeypatch.setattr(children, "_uniforms", lambda asked, count: [(0.37 * next(calls) + 0.11 * i) % 1 for i in range(count)])
     rows = rows_of([([5, 6], Expansion(2, 2, 2)), ([9], Expansion(0, 3, 2))], SAMPLED, "traversal", 0)
@@ -211,14 +211,14 @@ def test_positions_kill_a_key_without_position(monkeypatch):
     assert position_z() > FAILS_ABOVE
 
 
-def test_equal_draws_are_one_node_listed_as_often_as_drawn():
+def test_equal_draws_are_one_node_with_multiplicity():
     certain = torch.full((4, 4), float("-inf"))
     certain[:, 3] = 0.0
     tree = grow(growers_of(TableDrafter(certain), 4, CPU), [decoding_row((0,), Expansion(1, 3, 2))]).forest.trees[0]
     assert tree.draws == ((1,), (2, 2, 2), (3, 3, 3), ())
 
 
-def test_a_uniform_at_the_very_top_stays_inside_the_distribution(monkeypatch):
+def test_largest_uniform_draws_a_valid_token(monkeypatch):
     """The point u x total can round up to the total, past every token; the draw was then no token at all."""
     monkeypatch.setattr(children, "_uniforms", lambda asked, count: [1.0 - 2.0**-53] * count)
     logits = torch.tensor([[0.3, 0.1, 0.7, float("-inf")]]).repeat(4, 1)
@@ -244,7 +244,7 @@ def test_broken_draft_logits_end_the_tree(broken, sampling, verifier):
 
 
 @pytest.mark.parametrize("first_broken", range(4))
-def test_where_kinds_are_mixed_broken_logits_end_their_own_trees(first_broken):
+def test_broken_logits_end_only_their_own_tree(first_broken):
     """Offers are made kind by kind, and in each for the rows that have a law."""
     logits = LAWS.log().clone()
     logits[first_broken, 1] = float("nan")
@@ -266,7 +266,7 @@ def test_plain_growth_is_roots_alone():
     assert grown.fed == (frozenset(), frozenset())
 
 
-def test_a_batch_of_chunks_grows_nothing_but_feeds():
+def test_batch_of_chunks_only_feeds_the_drafter():
     """A drafter with a cache of its own is fed the chunk; its keys are there for the tree that comes later."""
     chunk = replace(decoding_row((5, 6, 7, 8), Expansion(0, 1, 0)), is_decoding=False)
     drafter = model_drafter()
@@ -279,7 +279,7 @@ def test_a_batch_of_chunks_grows_nothing_but_feeds():
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
-def test_where_nobody_drafts_the_drafter_is_fed_and_roots_are_what_strategies_would_grow(is_traced):
+def test_batch_without_drafts_feeds_and_keeps_roots(is_traced):
     rows = [replace(decoding_row((5, 9, 33), Expansion(0, 1, 0)), is_traced=is_traced), decoding_row((4,), Expansion(0, 1, 0))]
     strategies = [strategy_of(row, Calibrations().of(row)) for row in rows]
     grown, expected = grow(growers_of(model_drafter(), 61, CPU), rows), grow_by(strategies, model_drafter(), rows, 61, CPU)

@@ -181,7 +181,7 @@ def unlikely_dropped(candidates: children.ChildCandidates) -> children.ChildCand
 
 @pytest.mark.parametrize("spoil", [by_prob, by_token, unlikely_dropped])
 @pytest.mark.parametrize(("expansion", "distribution"), [(HEAP, heap_probs(3)), (DISTINCT, delayed_distinct_probs())])
-def test_the_distributions_of_trees_kill_tampering_with_draws(spoil, expansion, distribution, monkeypatch):
+def test_tree_distributions_detect_altered_draws(spoil, expansion, distribution, monkeypatch):
     monkeypatch.setitem(children._SAMPLING_RULES, expansion.kind, tampered(spoil, expansion.kind))
     unexpected = {shape(tree) for tree in grown_trees(expansion)} - {*distribution}
     assert unexpected or z_of_trees(expansion, distribution) > FAILS_ABOVE
@@ -212,20 +212,20 @@ def z_of_samples(trees):
     return z_of_counts(observed, distribution)
 
 
-def test_a_set_is_fixed_by_the_distribution_and_its_sample_drawn_off_it():
+def test_set_is_fixed_and_sample_excludes_it():
     trees = grown_trees(SET_TREE, verifier="univer", num_seeds=2000)
     assert max(tree.num_nodes for tree in trees) <= 9
     assert {len(tree.draws[ROOT]) for tree in trees} == {3}
     assert z_of_samples(trees) < PASSES_BELOW
 
 
-def test_a_sample_off_the_set_kills_draws_of_the_whole_distribution(monkeypatch):
+def test_sample_outside_set_detects_full_distribution_draws(monkeypatch):
     monkeypatch.setattr(children._ResidualSampler, "take", lambda self, ids_P, is_taken_P=None: self.num_taken_P.add_(is_taken_P))
     with pytest.raises(AssertionError):
         z_of_samples(grown_trees(SET_TREE, verifier="univer", num_seeds=500))
 
 
-def test_where_the_set_would_be_the_whole_distribution_its_last_is_the_sample():
+def test_full_set_uses_its_last_as_sample():
     certain = torch.full((4, 4), float("-inf"))
     certain[:, 2] = 0.0
     row = decoding_row((0,), SET_TREE, SAMPLED, "univer")
@@ -274,7 +274,7 @@ def test_no_tree_outgrows_its_limits(tree_name, max_nodes, depth, branches, veri
         ("noise_aware", "coupled", SAMPLED, BestFirst),
     ],
 )
-def test_a_tree_that_takes_nodes_back_is_grown_only_where_nothing_is_drawn(tree_name, verifier, sampling, strategy):
+def test_node_removing_tree_grows_only_without_draws(tree_name, verifier, sampling, strategy):
     expansion = Expansion(2, 2, 2, tree_name) if tree_name.startswith("delayed") else Expansion(0, 2, 3, tree_name, 8)
     assert type(strategy_of(decoding_row((0,), expansion, sampling, verifier), RuleCalibration())) is strategy
 
@@ -323,7 +323,7 @@ def calibrated(tree: GrowingTree) -> CalibratedHeap:
 
 
 @pytest.mark.parametrize("strategy_type", [Heap, calibrated])
-def test_what_is_drawn_next_does_not_depend_on_what_it_will_be(strategy_type):
+def test_next_draw_position_ignores_its_token(strategy_type):
     decides_beforehand(strategy_type)
 
 
@@ -335,7 +335,7 @@ class Anticipating(Heap):
         return self._values[node] * (odds[rank] if rank < len(odds) else 0.0)
 
 
-def test_decisions_made_beforehand_kill_a_heap_that_looks_at_the_token():
+def test_prior_decisions_detect_token_dependent_heap():
     with pytest.raises(AssertionError):
         decides_beforehand(Anticipating)
 
@@ -364,7 +364,7 @@ def best_tokens(path: tuple[int, ...], first: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("max_nodes", [1, 3, 6, 10])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_a_beam_is_nearly_the_best_tree_there_is(max_nodes, first):
+def test_beam_is_close_to_the_best_tree(max_nodes, first):
     """Nearly: what is fed and not kept in the end takes slots, and the deepest nodes are then not looked for."""
     expansion = Expansion(0, 4, 12, "beam", max_nodes)
     row = decoding_row((1, first), expansion, SAMPLED, "nss")
@@ -403,7 +403,7 @@ def check_fed(grown_of) -> int:
     return num_changed
 
 
-def test_fed_nodes_kill_a_tree_that_forgets_they_moved():
+def test_fed_nodes_detect_forgotten_moves():
     def careless(strategy):
         grown = strategy.finish()
         return replace(grown, fed=frozenset(range(min(len(strategy.tree.fed), grown.tree.num_nodes))))
@@ -412,7 +412,7 @@ def test_fed_nodes_kill_a_tree_that_forgets_they_moved():
         check_fed(careless)
 
 
-def test_noise_aware_children_are_those_of_the_positions_own_noise():
+def test_noise_aware_children_use_their_position_noise():
     expansion = Expansion(0, 3, 3, "noise_aware", 6)
     rows = [decoding_row((1, 0), expansion, SAMPLED, "coupled", seed, str(seed)) for seed in range(40)]
     for row, tree in zip(rows, grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows).forest.trees, strict=True):
@@ -423,7 +423,7 @@ def test_noise_aware_children_are_those_of_the_positions_own_noise():
             assert [tree.token_ids[child] for child in drawn] == scores.argsort(descending=True)[: len(drawn)].tolist()
 
 
-def test_a_wide_gap_makes_a_trunk_and_a_narrow_one_branches():
+def test_wide_gap_makes_trunk_narrow_gap_branches():
     odds = [0.4, 0.3, 0.3]
     wide, narrow = AgreementWeights().chances(odds, [12.0, 1.0, 0.5], 1.0), AgreementWeights().chances(odds, [0.1, 0.2, 0.3], 1.0)
     assert wide[0] > 0.99
@@ -493,7 +493,7 @@ def check_levels_pay(sampling: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("sampling", WORTH)
-def test_nodes_and_levels_that_cost_more_than_they_bring_are_left_out(sampling):
+def test_nodes_and_levels_without_gain_are_omitted(sampling):
     check_nodes_pay(sampling)
     check_nodes_pay_as_they_come(sampling)
     check_levels_pay(sampling)
@@ -513,7 +513,7 @@ def test_free_growth_is_noticed(check, sampling, monkeypatch):
         check(sampling)
 
 
-def test_each_tree_tells_how_many_rounds_it_took():
+def test_tree_reports_its_number_of_rounds():
     rows = [decoding_row((1, 0), replace(NOISE_AWARE, depth=depth), SAMPLED, "coupled", 0, str(depth)) for depth in (1, 3, 2)]
     grown = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows)
     assert grown.rounds == (1, 3, 2)
@@ -588,7 +588,7 @@ def test_weights_are_found_again_whatever_the_temperature(distribution, noise):
         lambda one: one._replace(place=0),  # the drafter's best token is believed to be the one
     ],
 )
-def test_weights_kill_what_is_learnt_of_something_else(as_told):
+def test_weights_detect_learning_from_wrong_data(as_told):
     with pytest.raises(AssertionError):
         check_weights(0.9, 0.3, as_told)
 
@@ -621,7 +621,7 @@ def likeliest(seen: Sequence[Outcome]) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize(("distribution", "noise"), [(0.9, 0.3), (1.0, 1.0), (1.4, 0.5)])
-def test_lessons_that_come_step_by_step_teach_what_all_teach_at_once(distribution, noise):
+def test_stepwise_lessons_equal_one_large_lesson(distribution, noise):
     seen = outcomes(distribution, noise, 1600, seed=7)
     assert weights(learnt_of(seen)) == pytest.approx(likeliest(seen), rel=0.1)
 
@@ -716,7 +716,7 @@ TRUST: dict[TreeName, Callable[[RuleCalibration], float]] = {
 }
 
 
-def test_trees_that_learn_do_so_from_what_came_out():
+def test_learning_trees_use_observed_outcomes():
     check_learning(growth.learn)
 
 
@@ -733,7 +733,7 @@ class Attentive(AgreementWeights):
 
 
 @pytest.mark.parametrize(("temperature", "taught"), [(0.7, 0.7), (1.3, 1.3), (0.0, 1.0)])
-def test_what_is_learnt_is_learnt_at_the_rows_temperature(monkeypatch, temperature, taught):
+def test_learning_uses_the_temperature_of_the_row(monkeypatch, temperature, taught):
     monkeypatch.setattr(calibration, "AgreementWeights", Attentive)
     learnt = learnt_from(
         Expansion(0, 3, 1, "noise_aware", 3), True, sampling=SamplingParams(temperature=temperature, max_tokens=8, seed=1)
@@ -742,7 +742,7 @@ def test_what_is_learnt_is_learnt_at_the_rows_temperature(monkeypatch, temperatu
     assert learnt.agreement.temperatures == {taught}
 
 
-def test_learning_kills_what_is_learnt_from_other_outcomes():
+def test_learning_detects_outcomes_of_other_rows():
     def inverted(calibrations, rows, grown, verdicts):
         children_of_root = grown.forest.trees[0].children[ROOT]
         child = children_of_root[-1 - children_of_root.index(verdicts[0].path[1])]
@@ -773,14 +773,14 @@ def all_topologies(num_nodes: int, depth: int, branches: int) -> Iterator[Topolo
 
 @pytest.mark.parametrize("acceptance", [(0.8, 0.1, 0.05), (0.4, 0.3, 0.2), (0.34, 0.33, 0.33), (0.05, 0.5, 0.2)])
 @pytest.mark.parametrize("depth", [2, 4])
-def test_the_programme_finds_the_best_of_all_shapes(acceptance, depth):
+def test_dynamic_programme_finds_the_best_shape(acceptance, depth):
     found = best_topology(acceptance, 6, depth)
     best = max(shape.expected_tokens(acceptance) for size in range(7) for shape in all_topologies(size, depth, 3))
     assert found.expected_tokens(acceptance) == pytest.approx(best)
     assert found.num_nodes <= 7
 
 
-def test_the_best_shape_kills_a_programme_without_siblings_or_without_depth():
+def test_best_shape_detects_missing_siblings_or_depth():
     acceptance = (0.5, 0.3, 0.1)
     best = best_topology(acceptance, 6, 4).expected_tokens(acceptance)
     chain, star = best_topology(acceptance[:1], 6, 4), best_topology(acceptance, 6, 1)

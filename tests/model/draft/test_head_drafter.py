@@ -181,7 +181,7 @@ def largest_feature_error(linears: str) -> float:
 
 @pytest.mark.usefixtures("poisoned_pools")
 @pytest.mark.parametrize(("linears", "most"), [("plain", EXACT), pytest.param(NATIVE, ROUNDED_FEATURE, marks=needs_library)])
-def test_whoever_keeps_a_slot_keeps_its_feature(linears, most):
+def test_kept_slot_keeps_its_feature(linears, most):
     assert largest_feature_error(linears) < most
 
 
@@ -196,13 +196,13 @@ def of_what_the_last_norm_is_given(count, depth):
 @needs_library
 @pytest.mark.usefixtures("poisoned_pools")
 @pytest.mark.parametrize("mutant", [of_the_layer_before, of_what_the_last_norm_is_given])
-def test_features_of_other_states_are_told(mutant, monkeypatch):
+def test_features_of_other_states_are_reported(mutant, monkeypatch):
     monkeypatch.setattr("engine.draft.models.head_drafter.place_after", mutant)
     assert largest_feature_error(NATIVE) > 10 * ROUNDED_FEATURE
 
 
 @needs_library
-def test_a_pass_keeps_the_features_that_a_tap_would():
+def test_pass_keeps_the_features_of_a_tap():
     """To the bit, in every precision; what is written to another cache than the followed one leaves its features alone."""
     for precision in ("float32", "int8", "compact"):
         target = adopt(tiny_module("llama"), CPU, NATIVE, precision)
@@ -243,7 +243,7 @@ def test_no_text_changes(tree, config):
 
 
 @pytest.mark.usefixtures("poisoned_pools")
-def test_a_head_beside_cached_text_says_what_it_says_alone():
+def test_head_with_cached_text_proposes_as_alone():
     """Where the cache is sure the head is not asked: its keys are written, and nothing reads a state that was never made."""
     head = HeadDrafter("head", learnt_head(), model("llama"), CROWDED.num_slots)
     proposals = Proposals(head, learnt_head())
@@ -252,7 +252,7 @@ def test_a_head_beside_cached_text_says_what_it_says_alone():
 
 
 @pytest.mark.parametrize("other", ["packed", pytest.param(NATIVE, marks=needs_library)])
-def test_a_head_over_packed_tied_weights_says_the_same(other):
+def test_head_over_packed_tied_weights_proposes_equally(other):
     """The output rows come from a layer that is packed already; the head's own layers are packed too."""
     config = LlamaConfig(**{**tiny_module().config.to_dict(), "tie_word_embeddings": True})
     probs = []
@@ -281,7 +281,7 @@ def test_a_head_works_in_the_targets_precision():
     assert drafter_of(engine)._pool._pool_SW.dtype == torch.bfloat16
 
 
-def test_a_head_in_a_narrower_precision_than_its_targets_changes_no_text():
+def test_narrow_head_changes_no_token():
     target = model("llama")
     head = HeadDrafter("head", learnt_head(), target, 2048, precision="bfloat16")
     engine = tiny_engine(target, head, FixedExpansion(Expansion(2, 2, 2)))
@@ -299,17 +299,17 @@ def test_a_head_in_a_narrower_precision_than_its_targets_changes_no_text():
         (random_head(vocab_size=64), "not ascending ids of the target's 61"),
     ],
 )
-def test_a_head_that_does_not_fit_is_refused(head, why):
+def test_unfit_head_is_refused(head, why):
     with pytest.raises(ValueError, match=why):
         HeadDrafter("head", head, model("llama"), 8)
 
 
-def test_a_head_of_a_deeper_target_is_refused():
+def test_head_of_deeper_target_is_refused():
     with pytest.raises(ValueError, match="after layers"):
         HeadDrafter("head", random_head(), tiny_model(num_layers=2), 8)
 
 
-def test_a_prompt_alone_is_fed_without_a_proposal():
+def test_single_prompt_is_fed_without_proposal():
     """A plain row's tokens are fed by the features before them; there is nothing to propose and nothing to attend for."""
     engine = head_engine(random_head(2))
     drafter = drafter_of(engine)
@@ -321,7 +321,7 @@ def test_a_prompt_alone_is_fed_without_a_proposal():
 
 @pytest.mark.parametrize("linears", ["plain", pytest.param(NATIVE, marks=needs_library)])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_a_token_that_is_merely_fed_counts_as_its_share_of_the_products(num_layers, linears):
+def test_fed_token_costs_its_share_of_products(num_layers, linears):
     """Nothing is made of it behind the last layer's keys and values: a product for each weight."""
     head = random_head(num_layers)
     engine = head_engine(head, native("llama") if linears == NATIVE else model("llama"), linears=linears)
@@ -350,7 +350,7 @@ def test_a_head_is_built_from_its_file(tmp_path):
     ("name", "why"),
     [("missing", "cannot be read"), ("lens", "is not a draft head"), ("wide", "was made for a target of width 16")],
 )
-def test_a_file_that_is_no_head_of_the_target_is_refused(name, why, tmp_path):
+def test_file_without_a_matching_head_is_refused(name, why, tmp_path):
     random_head(target_width=16).save(tmp_path / "wide", {})
     save_file({"weight": torch.eye(2)}, tmp_path / "lens")
     with pytest.raises(BadConfiguration, match=why):

@@ -185,7 +185,7 @@ def test_the_library_grows_the_same_trees(monkeypatch, with_texts):
 
 
 @pytest.mark.parametrize(("config", "precision"), [(CRAMPED, "float32"), (CRAMPED, "int8"), (ROOMY, "int8"), (ROOMY, "compact")])
-def test_trees_are_the_same_in_any_precision_and_room(monkeypatch, config, precision):
+def test_trees_are_equal_at_any_precision(monkeypatch, config, precision):
     pairs = grown_both_ways(monkeypatch, engine_of(True, config, precision))
     assert all(are_same(*pair) for pair in pairs)
 
@@ -280,7 +280,7 @@ honest_round = Growing.round
     ("where", "name", "mutant"),
     [(native_growth._TextPredictions, "_columns", unknown_share_a_column), (Growing, "round", nothing_is_sure)],
 )
-def test_texts_that_are_told_wrongly_are_noticed(monkeypatch, where, name, mutant):
+def test_wrong_sequence_updates_are_detected(monkeypatch, where, name, mutant):
     monkeypatch.setattr(where, name, mutant)
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
@@ -313,7 +313,7 @@ class Mixed:
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_one_row_that_needs_more_keeps_the_step_from_the_library(monkeypatch, other):
+def test_unsupported_row_keeps_step_off_the_library(monkeypatch, other):
     """A traced row, an edited or truncated one, one that draws: alone and beside rows that rank."""
     asked: list[Sequence[Row]] = []
 
@@ -332,7 +332,7 @@ def test_one_row_that_needs_more_keeps_the_step_from_the_library(monkeypatch, ot
     assert asked, "steps that the other has left"
 
 
-def test_nobody_else_has_its_trees_grown_by_the_library():
+def test_library_grows_only_its_own_heads():
     target = native("llama")
     heads = {
         "torch": HeadDrafter("head", learnt_head(), target, 64),

@@ -47,12 +47,12 @@ def test_cached_text_drafts_instead(head: str, tmp_path: Path, caplog: pytest.Lo
     assert len(run(engine, [greedy("r", (5, 6, 5, 6, 5), max_tokens=12)]).texts()["r"]) == 12
 
 
-def test_without_a_stand_in_it_is_refused(tmp_path: Path):
+def test_config_without_stand_in_is_refused(tmp_path: Path):
     with pytest.raises(BadConfiguration, match="was made for a target of width 16"):
         build_engine(configured(tmp_path, "wide", stand_in=None))
 
 
-def test_the_model_is_measured_without_the_text_beside_it_and_nothing_that_serves_has_learnt(tmp_path: Path, monkeypatch):
+def test_measurement_excludes_cached_text_and_teaches_nothing(tmp_path: Path, monkeypatch):
     measured: list[Bench] = []
 
     def measuring(bench: Bench) -> Profile:

@@ -62,7 +62,7 @@ def check(tree: str, sampling: SamplingParams, verifier: str) -> None:
 
 
 @pytest.mark.parametrize(("tree", "sampling", "verifier"), CASES)
-def test_it_grows_what_logits_over_all_tokens_grow(tree, sampling, verifier):
+def test_trimmed_logits_grow_the_full_tree(tree, sampling, verifier):
     check(tree, sampling, verifier)
 
 

@@ -218,7 +218,7 @@ def test_seeded_equality_kills(mutant, monkeypatch):
     assert run(engine_of("llama", "model", Expansion(2, 2, 2)), [request]).outcomes["r"].ids != seeded_text("llama", request)
 
 
-def test_mixed_batches_kill_a_preemption_that_keeps_a_length(monkeypatch):
+def test_mixed_batches_detect_stale_length_after_preemption(monkeypatch):
     """The sequence believes that its text is still cached, in slots that hold something else."""
     preempted = []
 
@@ -242,7 +242,7 @@ _PREEMPT, _ADMIT = Scheduler._preempt, Scheduler.admit
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
-def test_a_perfect_drafter_is_accepted_to_the_last_token(kind):
+def test_perfect_drafter_is_accepted_completely(kind):
     """Greedy and coupled trees rank by the very numbers that judge them: a drafter equal to the target is never refused."""
     expansion = Expansion(3, 1, 0)
     request = greedy("r", LONG) if kind == "greedy" else sampled("r", LONG, seed=5)

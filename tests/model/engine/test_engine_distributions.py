@@ -127,7 +127,7 @@ def at_random() -> Engine:
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "specinfer", "coupled"])
-def test_a_policy_that_wishes_anything_keeps_the_targets_distribution(verifier):
+def test_policy_with_random_choices_keeps_target_distribution(verifier):
     assert z_of_counts(triples(verifier, DELAYED, at_random()), target_distribution()) < PASSES_BELOW
 
 
@@ -169,7 +169,7 @@ def test_the_distribution_kills(where, name, mutant, monkeypatch):
     assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
 
 
-def test_the_distribution_kills_drafts_that_are_believed_whatever_the_policy(monkeypatch):
+def test_distribution_detects_unverified_drafts(monkeypatch):
     monkeypatch.setattr(two_phase.TwoPhase, "judge", draft_believed)
     assert z_of_counts(triples("traversal", DELAYED, at_random()), target_distribution()) > FAILS_ABOVE
 
@@ -187,7 +187,7 @@ def misreport_draft_probs(monkeypatch):
     monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.IID, misreported)
 
 
-def test_the_distribution_kills_a_draft_distribution_that_was_not_drawn(monkeypatch):
+def test_distribution_detects_undrawn_draft_distribution(monkeypatch):
     misreport_draft_probs(monkeypatch)
     assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
 
@@ -228,7 +228,7 @@ def worst_dropped(offers):
         ("hu", SET_TREE, worst_dropped),
     ],
 )
-def test_the_distribution_kills_draws_that_are_tampered_with(verifier, expansion, spoil, monkeypatch):
+def test_distribution_detects_altered_draws(verifier, expansion, spoil, monkeypatch):
     rule = children._SAMPLING_RULES[expansion.kind]
     monkeypatch.setitem(children._SAMPLING_RULES, expansion.kind, lambda *args: spoil(rule(*args)))
     assert z_of_counts(triples(verifier, expansion), target_distribution()) > FAILS_ABOVE

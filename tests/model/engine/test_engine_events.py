@@ -45,7 +45,7 @@ TEXT = generated("llama", tuple(LONG), 12)
 
 @pytest.mark.parametrize("stop_id", dict.fromkeys(TEXT))
 @pytest.mark.parametrize("source", ["request", "model"])
-def test_a_stop_token_inside_a_path_ends_the_text(stop_id, source):
+def test_stop_token_inside_path_ends_the_sequence(stop_id, source):
     engine = perfect_engine()
     request = greedy("r", LONG)
     if source == "model":
@@ -59,7 +59,7 @@ def test_a_stop_token_inside_a_path_ends_the_text(stop_id, source):
     assert outcome.events[-1].stop_token_id == stop_id
 
 
-def test_the_models_end_token_is_ignored_on_request():
+def test_model_end_token_is_ignored_on_request():
     engine = perfect_engine()
     engine.info = replace(engine.info, eos_token_ids=(TEXT[3],))
     assert run(engine, [greedy("r", LONG)]).outcomes["r"].ids == TEXT
@@ -86,7 +86,7 @@ def test_waiting_and_running_requests_can_be_aborted():
     assert run(engine, []).texts() == {"other": TEXT[len(session.outcomes["other"].ids) :]}
 
 
-def test_aborting_the_last_request_is_told_without_a_forward():
+def test_last_abort_is_reported_without_a_pass():
     """The step had no token to feed, and the model was run on none: the whole engine failed."""
     engine = perfect_engine()
     engine.add(greedy("r", LONG))
@@ -117,7 +117,7 @@ def broken_engine(drafter: bool) -> Engine:
 @pytest.mark.parametrize(
     "kind", [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams()], ids=["greedy", "seeded", "unseeded"]
 )
-def test_nan_is_an_error_of_the_one_request_it_concerns(kind, has_drafter):
+def test_nan_fails_only_its_own_request(kind, has_drafter):
     """Its mates go on, and who gets its slots afterwards reads nothing of what it left there."""
     engine = broken_engine(has_drafter)
     broken = Request("broken", (5, BROKEN_ID, 7), replace(kind, max_tokens=8, ignore_eos=True))
@@ -161,7 +161,7 @@ def test_the_longest_request_that_fits_runs():
     assert len(run(engine, [greedy("r", (5,) * 50, 14)]).outcomes["r"].ids) == 14
 
 
-def test_an_id_in_use_is_refused_and_free_again_afterwards():
+def test_id_in_use_is_refused_then_free():
     engine = perfect_engine()
     engine.add(greedy("r", LONG))
     with pytest.raises(ValueError, match="in use"):
@@ -208,7 +208,7 @@ def test_logprobs_are_the_targets_own():
     check_logprobs(session, requests)
 
 
-def test_logprobs_kill_one_node_for_the_whole_path(monkeypatch):
+def test_logprobs_detect_one_node_for_the_path(monkeypatch):
     monkeypatch.setattr(
         engine_module,
         "logprobs_of",
@@ -255,7 +255,7 @@ def test_numbers_add_up(config):
     check_stats(run(engine_of("llama", "model", Expansion(2, 2, 1), config), requests), requests)
 
 
-def test_numbers_kill_accepted_tokens_counted_before_the_cut(monkeypatch):
+def test_counts_detect_accepted_tokens_before_the_cut(monkeypatch):
     commit = Scheduler.commit
     monkeypatch.setattr(
         Scheduler, "commit", lambda self, row, result: replace(commit(self, row, result), num_accepted=len(result.path))

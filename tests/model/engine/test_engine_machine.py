@@ -26,7 +26,7 @@ class ForgetsATold(EngineMachine):
         return replace(super().resumed(life), progress=Progress(tuple(life.token_ids[:-1])))
 
 
-def test_a_token_told_twice_is_noticed():
+def test_token_reported_twice_is_detected():
     with pytest.raises((AssertionError, BaseExceptionGroup)):
         run(ForgetsATold, 30, Phase.generate)
 

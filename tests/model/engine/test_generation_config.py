@@ -67,13 +67,13 @@ async def test_greedy_text_is_generates_with_its_settings(folder: Path) -> None:
     assert (await served_choice(folder, {"temperature": 0}, generation_config="none"))["token_ids"] == without
 
 
-async def test_a_requests_own_values_win_over_the_file(folder: Path) -> None:
+async def test_request_values_override_the_file(folder: Path) -> None:
     own = {"temperature": 0, "repetition_penalty": 1.0, "max_tokens": 14}
     assert (await served_choice(folder, own))["token_ids"] == generated(folder, repetition_penalty=1.0, max_new_tokens=14)
 
 
 @pytest.mark.parametrize("policy", ["fixed", "adaptive"])
-async def test_a_prompt_is_scored_by_the_served_model(folder: Path, policy: str) -> None:
+async def test_prompt_is_scored_by_the_served_model(folder: Path, policy: str) -> None:
     """`max_tokens` 0 beside `echo`, of an engine with a drafter and a policy."""
     scored = await served_choice(folder, {"max_tokens": 0, "echo": True, "logprobs": 1}, policy=policy)
     model = AutoModelForCausalLM.from_pretrained(folder)

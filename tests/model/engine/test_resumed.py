@@ -163,7 +163,7 @@ def test_prompt_scores_go_on_where_they_were(num_told: int) -> None:
     assert num_counted == len(PROMPT) - num_told
 
 
-def test_nothing_is_left_to_resume_of_a_finished_request() -> None:
+def test_finished_request_has_nothing_to_resume() -> None:
     engine = with_cached_text()
     request = Request("r", PROMPT, SamplingParams(max_tokens=2))
     for progress, error in [(Progress((5, 6)), "2 of 2 tokens"), (Progress((61,)), "must be in")]:

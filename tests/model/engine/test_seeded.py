@@ -109,7 +109,7 @@ def test_a_crowd_keeps_its_texts(drafter, config):
     check_crowd(engine_of("llama", drafter, TREE, config), is_cramped=config is CRAMPED)
 
 
-def test_two_engines_one_after_the_other_give_one_text():
+def test_two_engines_give_one_seeded_sequence():
     first, second = (run(engine_of("llama", "model", TREE), crowd()).texts() for _ in range(2))
     assert first == second
 
@@ -144,7 +144,7 @@ def test_crowds_kill_noise_not_keyed_by_position(mutant, config, monkeypatch):
         check_crowd(engine_of("llama", "model", TREE, config), is_cramped=config is CRAMPED)
 
 
-def test_crowds_kill_an_extra_token_by_the_noise_of_another_position(monkeypatch):
+def test_crowds_detect_noise_of_another_position(monkeypatch):
     """The extra token after the path reuses the noise by which the path's last node was drafted."""
 
     def reusing(verdicts, trees, probs_NV, keys):

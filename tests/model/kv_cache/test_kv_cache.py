@@ -48,7 +48,7 @@ def test_what_is_written_is_read(places, count, seed, is_native):
     assert torch.equal(read_values[0], values[expected])
 
 
-def test_pools_are_made_by_layer_when_it_first_writes():
+def test_pools_are_created_at_first_write():
     cache = KVCache(5, CPU)
     assert (cache.num_layers, cache.num_bytes) == (0, 0)
     for layer in (0, 3):

@@ -63,7 +63,7 @@ def undisturbed(make: Callable[[bool], Engine]) -> Session:
 
 
 @pytest.mark.parametrize("make", [with_a_model, with_a_head, pytest.param(with_a_native_head, marks=needs_library)])
-def test_a_sound_engine_says_what_it_says_without_a_canary(make: Callable[[bool], Engine]) -> None:
+def test_canary_changes_no_token_of_sound_engine(make: Callable[[bool], Engine]) -> None:
     session = session_of(make(True))
     assert session.texts() == undisturbed(make).texts()
     assert sum(stats.num_preemptions for stats in session.stats)
@@ -138,7 +138,7 @@ POISON = re.compile(r"keys of layer \d of slots \[.+\] are read, which are free 
         (passes, "chain_segment", drafter_off_by_one, POISON),
     ],
 )
-def test_a_slot_that_is_not_the_rows_own_is_named(
+def test_slot_of_another_row_is_named(
     owner: Any, name: str, mutant: Callable[..., Any], said: re.Pattern[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, mutant)
@@ -146,14 +146,14 @@ def test_a_slot_that_is_not_the_rows_own_is_named(
         session_of(with_a_model(True))
 
 
-def test_features_of_slots_that_are_free_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_of_free_slots_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: a token reads its own slot's feature, not that of the token before it."""
     monkeypatch.setattr(HeadDrafter, "_slots_before", lambda self, row: row.slots[row.draft_len :][: len(row.draft_ids)])
     with pytest.raises(IntegrityError, match=r"features of slots \[.+\] are read, which are free"):
         session_of(with_a_head(True))
 
 
-def test_an_engine_without_a_canary_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_without_canary_misses_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it is for: another's text is read, and the answer looks like any other."""
     monkeypatch.setattr(Scheduler, "_row", another_rows_table)
     session = session_of(with_a_model(False))

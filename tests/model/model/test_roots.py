@@ -87,7 +87,7 @@ def test_roots_are_seen_as_they_are():
 
 
 @pytest.mark.parametrize("field", ["node", "slot", "root_id"])
-def test_a_reader_that_looks_elsewhere_is_found_out(field, monkeypatch):
+def test_reader_of_wrong_states_is_detected(field, monkeypatch):
     ends = engine_module._endings
 
     def beside(*args):
@@ -98,7 +98,7 @@ def test_a_reader_that_looks_elsewhere_is_found_out(field, monkeypatch):
         check_run()
 
 
-def test_nothing_is_kept_before_somebody_asks_and_asking_changes_no_text():
+def test_features_are_kept_only_on_request():
     def texts(watches: bool) -> dict[str, list[int]]:
         engine = tiny_engine(model("llama"), model("llama", 1))
         if watches:
@@ -116,7 +116,7 @@ def test_nothing_is_kept_before_somebody_asks_and_asking_changes_no_text():
 
 
 @pytest.mark.parametrize("max_step_tokens", [64, 12], ids=["whole", "chunks"])
-def test_roots_are_seen_beside_a_prompt_that_is_scored(max_step_tokens):
+def test_roots_are_read_beside_scored_prompts(max_step_tokens):
     """The output head is given the scored places of prompts too, after the nodes; the worker once ended there."""
     engine = tiny_engine(*pair("llama"), config=SchedulerConfig(max_step_tokens=max_step_tokens, max_running=4))
     engine.roots.watch()

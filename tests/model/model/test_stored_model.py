@@ -135,7 +135,7 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, stored: list[str], damage:
     assert len(stored) == 2
 
 
-def test_a_sum_that_is_not_compared_is_noticed(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchecked_sum_is_detected(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation: without the comparison the damaged file is taken as it is."""
     folder = model_folder(tmp_path / "model")
     load_stored(folder, "float32", CPU)
@@ -200,14 +200,14 @@ def test_old_files_are_deleted(tmp_path: Path, stored: list[str], monkeypatch: p
     assert sorted(names) == ["model-float32", "model-float32", "model-float32-float32"]
 
 
-def test_only_the_user_can_read_a_stored_model(tmp_path: Path, stored: list[str]) -> None:
+def test_stored_model_is_readable_by_user_only(tmp_path: Path, stored: list[str]) -> None:
     load_stored(model_folder(tmp_path / "model"), "float32", CPU)
     (entry,) = entries(tmp_path)
     assert entry.stat().st_mode & 0o077 == 0
     assert entry.parent.stat().st_mode & 0o077 == 0
 
 
-def test_a_model_that_fails_the_check_is_not_stored(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_fails_check_is_not_stored(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A verdict is stored only if it is good: the next start checks again."""
     folder = model_folder(tmp_path / "model")
     monkeypatch.setitem(vars(causal_lm)["_TOLERANCE"], "float32", 0.0)
@@ -218,7 +218,7 @@ def test_a_model_that_fails_the_check_is_not_stored(tmp_path: Path, stored: list
         assert entries(tmp_path) == []
 
 
-def test_a_file_with_other_logits_is_not_stored(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_with_other_logits_is_not_stored(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written is read again and compared with the checked model."""
     flattened = stored_model._flattened
 
@@ -241,7 +241,7 @@ def test_what_transformers_runs_is_noted_once(tmp_path: Path, stored: list[str])
 
 
 @pytest.mark.parametrize("why", ["small", "no space", "read-only", "cuda"])
-def test_models_that_cannot_be_stored_are_loaded_whole(
+def test_unsupported_models_are_loaded_completely(
     tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     folder = model_folder(tmp_path / "model")

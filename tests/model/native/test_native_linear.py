@@ -50,7 +50,7 @@ def error_bound(native: NativeLinear, precision: str, x: torch.Tensor) -> torch.
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_outputs_are_the_products_of_what_is_held(shape, bias, precision):
+def test_outputs_are_products_of_stored_weights(shape, bias, precision):
     linear, native = layer(precision, *shape, bias)
     for num_rows in (*range(1, 41), 97, 203):
         x = rows(num_rows, shape[0])
@@ -60,7 +60,7 @@ def test_outputs_are_the_products_of_what_is_held(shape, bias, precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_same_bits_among_any_number(shape, precision):
+def test_row_bits_are_equal_in_any_batch(shape, precision):
     """Fewer than four are multiplied by vectors; more in int8 by tiles where there are any; panels are of 96."""
     native = layer(precision, *shape)[1]
     x = rows(203, shape[0])
@@ -106,7 +106,7 @@ def test_packed_weights_are_found_where_they_were(group, multiple):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_rows_of_zeros_and_of_great_numbers_are_rows(precision):
+def test_rows_of_zeros_and_large_numbers_work(precision):
     linear, native = layer(precision)
     x = torch.stack([torch.zeros(48), torch.full((48,), 1e20), torch.full((48,), 1e-20), torch.full((48,), 1e-44)])
     for found in (native(x), torch.cat([native(row[None]) for row in x])):
@@ -127,7 +127,7 @@ def test_sums_of_the_largest_integers_are_exact(num_rows, sign):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_stays_in_its_row(bad, precision):
+def test_nan_stays_in_its_row(bad, precision):
     native = layer(precision)[1]
     x = rows(9, 48)
     expected = native(x)
@@ -167,7 +167,7 @@ def test_a_broken_layer_does_not_pass(precision, monkeypatch):
     assert set(linear_backends._TOLERANCES) == set(PRECISIONS)
 
 
-def test_layers_that_read_the_same_rows_may_be_stored_in_two_formats():
+def test_layers_of_one_input_differ_in_format():
     """Of float32 layers those whose weights bfloat16 can hold are: queries may be, and keys beside them not."""
     module = tiny_module("llama", hidden_size=33, num_attention_heads=3, num_key_value_heads=1)
     attention = module.model.layers[0].self_attn

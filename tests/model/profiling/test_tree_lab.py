@@ -49,11 +49,11 @@ def check_distributions(laboratory: Counterfactual) -> None:
             assert torch.allclose(probs_V, probs_of(own_logits("llama", [path])[:, -1], [SAMPLING])[0], atol=1e-4)
 
 
-def test_one_pass_over_the_union_gives_every_trees_distributions(lab):
+def test_union_pass_gives_distributions_of_each_tree(lab):
     check_distributions(lab)
 
 
-def test_the_distributions_kill_a_union_that_loses_track_of_paths(lab, monkeypatch):
+def test_distributions_detect_union_with_wrong_paths(lab, monkeypatch):
     monkeypatch.setattr(lab_module, "_add", lambda union, tree: [0] * tree.num_nodes)
     with pytest.raises(AssertionError):
         check_distributions(lab)

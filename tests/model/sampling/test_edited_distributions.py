@@ -119,7 +119,7 @@ def test_each_edit_changes_the_text():
         assert generated(edits) != unedited[:cut], edits
 
 
-def test_edited_requests_in_one_batch_get_the_texts_they_get_alone():
+def test_edited_batch_equals_requests_run_alone():
     requests = [
         replace(request_of(edits, **fields), request_id=f"{edits} {kind}")
         for edits in EDITS
@@ -132,7 +132,7 @@ def test_edited_requests_in_one_batch_get_the_texts_they_get_alone():
 
 
 @pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
-def test_no_stop_token_before_the_minimum_and_the_models_end_is_one(expansion):
+def test_stop_tokens_wait_for_the_minimum(expansion):
     end = model("llama").eos_token_ids[0]
     sampling = SamplingParams(temperature=0.0, max_tokens=LONG, min_tokens=7, logit_bias=((end, 100.0),))
     outcome = run(engine_of(expansion), [Request("r", PROMPT, sampling)]).outcomes["r"]
@@ -150,7 +150,7 @@ def test_logprobs_are_the_raw_models():
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "traversal"])
-def test_a_drafter_that_knows_no_token_that_can_come_drafts_nothing_there(kind):
+def test_fully_masked_ngram_proposals_draft_nothing(kind):
     """What an n-gram drafter has seen may be masked, all of it; the law that was left was NaN, and nothing could be drawn."""
     text = (7, 8) * 8
     fields: dict[str, Any] = {"temperature": 0.0} if kind == "greedy" else {"seed": 1}
@@ -242,7 +242,7 @@ def test_the_distribution_and_the_texts_kill(mutant, monkeypatch):
             check_texts(request, text, [Expansion(2, 2, 2)])
 
 
-def test_the_distribution_kills_a_judge_that_edits_nothing(monkeypatch):
+def test_distribution_detects_unedited_verification(monkeypatch):
     monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
     with pytest.raises(AssertionError):
         check_texts(request_of("repetition", temperature=0.0), generated("repetition"))

@@ -41,7 +41,7 @@ def told(found: list[RowArgMax]) -> list[tuple[bool, int]]:
 
 
 @given(rows_of_logits())
-def test_the_first_of_the_largest_is_found_and_what_is_no_number(rows):
+def test_first_maximum_and_nan_are_found(rows):
     assert told(argmax_rows(rows)) == by_numpy(rows)
 
 
@@ -76,20 +76,20 @@ def test_the_library_s_distributions_are_softmax(width, temperature, seed):
 
 
 @needs_library
-def test_a_row_s_distribution_has_the_same_bits_beside_others():
+def test_row_distribution_has_equal_bits_beside_others():
     logits_NV = torch.randn(9, 5003, generator=torch.Generator().manual_seed(1)) * 5.0
     together_RV = native.probs(logits_NV, range(9), [0.7] * 9)
     assert all(torch.equal(native.probs(logits_NV[row : row + 1], [0], [0.7])[0], together_RV[row]) for row in range(9))
 
 
 @needs_library
-def test_a_row_that_is_no_distribution_is_told_by_its_numbers():
+def test_invalid_row_is_reported_by_its_numbers():
     logits_NV = torch.tensor([[math.nan, 1.0, 2.0], [-math.inf] * 3])
     assert native.probs(logits_NV, [0, 1], [1.0, 1.0]).isnan().all()
 
 
 @needs_library
-def test_a_distribution_of_a_whole_vocabulary_is_as_near():
+def test_full_vocabulary_distribution_is_as_accurate():
     """Sums run over 3,072 vectors."""
     logits_NV = torch.randn(3, 49152, generator=torch.Generator().manual_seed(2)) * torch.tensor([[0.0], [3.0], [9.0]])
     probs_RV = native.probs(logits_NV, range(3), [1.0, 0.7, 1.3]).double()

@@ -97,7 +97,7 @@ def test_distributions_are_edited_before_temperature(contexts, seed):
 
 
 @given(batches, st.integers(0, 2**31))
-def test_a_row_does_not_depend_on_batch_mates(contexts, seed):
+def test_row_is_independent_of_batch_mates(contexts, seed):
     logits_NV = random_logits(seed, len(contexts))
     together = edited_logits(logits_NV, contexts)
     alone = [edited_logits(logits_NV[row : row + 1], [context]) for row, context in enumerate(contexts)]
@@ -112,14 +112,14 @@ def test_raw_logits_stay_raw(contexts):
     assert torch.equal(logits_NV, random_logits(1, len(contexts)))
 
 
-def test_rows_that_ask_for_nothing_cost_nothing():
+def test_rows_without_edits_cost_nothing():
     logits_NV = random_logits(0, 3)
     plain = SamplingContext(replace(NOTHING, temperature=0.3, top_k=3, stop_token_ids=(1,)), (1, 2, 3), 1, (2,))
     assert edited_logits(logits_NV, [plain] * 3) is logits_NV
     assert edited_logits(logits_NV[:0], []).shape == (0, V)
 
 
-def test_a_distribution_with_a_token_alone_is_a_point_mass():
+def test_single_token_distribution_is_a_point_mass():
     context = SamplingContext(SamplingParams(allowed_token_ids=(4,), logit_bias=((4, -100.0),), top_p=0.5), (4,), 0)
     assert processed_probs(random_logits(0, 1), [context])[0].nonzero().tolist() == [[4]]
 

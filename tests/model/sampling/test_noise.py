@@ -38,7 +38,7 @@ def test_gumbel_noise_is_finite_at_the_ends(bits):
     assert torch.isfinite(gumbels([key], 1)).all()
 
 
-def test_scalar_draws_kill_a_shift_that_copies_the_sign(monkeypatch):
+def test_scalar_draws_detect_sign_copying_shift(monkeypatch):
     monkeypatch.setattr(noise, "_shifted", lambda bits, count: bits >> count)
     key = stream_key(1, 2, Stream.TOKEN)
     assert uniforms([key], 40).tolist() != [[uniform(key, index) for index in range(40)]]
@@ -95,7 +95,7 @@ def test_the_library_chooses_the_best_perturbed_token():
 
 
 @needs_library
-def test_what_is_no_distribution_has_no_finite_score():
+def test_invalid_distribution_has_no_finite_score():
     probs_NV = torch.full((3, 11), 1 / 11)
     probs_NV[0, 3], probs_NV[1] = math.nan, 0.0
     probs_NV[2, 10] = math.inf
@@ -104,7 +104,7 @@ def test_what_is_no_distribution_has_no_finite_score():
 
 
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), max_size=8), st.integers(1, 30))
-def test_noise_asked_for_again_is_the_same(batches, vocab_size):
+def test_repeated_noise_request_returns_equal_noise(batches, vocab_size):
     """Rows are kept for a while, and a row twice in a batch is made once: nobody may see that."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "can_choose", lambda device: False)
@@ -119,7 +119,7 @@ def test_noise_kills_rows_kept_without_their_width(monkeypatch):
     monkeypatch.setattr(native, "can_choose", lambda device: False)
     monkeypatch.setattr(noise._NoiseCache, "of", lambda self, keys, vocab_size, device: [uniforms([0], 3)[0]] * len(keys))
     with pytest.raises(AssertionError):
-        test_noise_asked_for_again_is_the_same()
+        test_repeated_noise_request_returns_equal_noise()
 
 
 LAW = {0: 0.5, 1: 0.3, 2: 0.15, 3: 0.05}
@@ -131,7 +131,7 @@ def arg_max_z(noise_of) -> float:
     return z_of_counts(Counter(choices.tolist()), LAW)
 
 
-def test_arg_max_of_log_distribution_plus_noise_is_a_draw_from_the_distribution():
+def test_noisy_log_argmax_draws_from_the_distribution():
     assert arg_max_z(gumbels) < PASSES_BELOW
 
 
@@ -191,7 +191,7 @@ def test_no_draw_that_noise_lifts_is_missed(spread, sharpness):
 
 @needs_library
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_logits_that_make_no_distribution_have_no_best_tokens(broken):
+def test_invalid_logits_have_no_best_tokens(broken):
     logits_PM = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     logits_PM[0, 33], logits_PM[1] = broken, -math.inf
     for keys in (None, [5, 6, 7]):
@@ -208,7 +208,7 @@ def test_of_equals_the_first_ranks_first():
 
 @needs_library
 @pytest.mark.parametrize("keys", [None, [3]])
-def test_of_equals_the_smallest_token_ranks_first_whatever_its_column(keys):
+def test_ties_rank_by_token_in_any_column(keys):
     """Where cached text alone speaks all scores are ties; columns behind the others hold tokens of any number."""
     ids_M = torch.tensor([7, 40, 3, 12, 0, 99, 1])
     found = native.rankings(torch.zeros(1, 7), [1.0], [2.0], 4, None, ids_M)

@@ -25,7 +25,7 @@ def test_every_parameter_has_a_line():
     assert {*SUBJECTS, *NUMBERS} == {field.name for field in fields(SamplingParams)}
 
 
-def test_the_document_tells_what_is_found():
+def test_document_matches_the_found_combinations():
     """Where this fails and should not, `python -m tests.model.parameters.matrix` writes the tables anew."""
     table = probs_table()
     cells = {cell for line in table.splitlines()[2:] for cell in line.strip("| ").split(" | ")[3:]}
@@ -33,7 +33,7 @@ def test_the_document_tells_what_is_found():
     assert table_in(DOCUMENT.read_text(), "distributions") == table
 
 
-def test_the_document_tells_which_trees_were_enumerated():
+def test_document_lists_the_enumerated_trees():
     assert table_in(DOCUMENT.read_text(), "trees") == trees_table()
 
 
@@ -75,7 +75,7 @@ def test_the_table_kills(name: str, where: object, attribute: str, mutant: Calla
     assert name == "seed" or (cells["traversal"], cells["nss"]) != ("exact", "exact")
 
 
-def test_the_table_kills_greedy_rows_that_forget_the_path(monkeypatch: pytest.MonkeyPatch):
+def test_table_detects_greedy_rows_ignoring_the_path(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Row, "sampling_context", path_forgotten)
     assert set(_cells(GREEDY).values()) & {"text", "exact"} == set()
 

@@ -82,7 +82,7 @@ def test_distributions_are_transformers_distributions(params, seed, vocab_size, 
 
 
 @given(st.lists(sampling_params(), min_size=2, max_size=5), st.integers(0, 2**31), st.booleans(), st.sampled_from([2, 8, 1024]))
-def test_a_distribution_does_not_depend_on_batch_mates(params, seed, has_ties, first_candidates):
+def test_distribution_is_independent_of_batch_mates(params, seed, has_ties, first_candidates):
     """Where tokens tied at the edge, which of them were kept once depended on how many candidates a mate asked for."""
     logits_NV = random_logits(seed, len(params), 61, 1.0, has_ties)
     with patch.object(sampling, "_FIRST_CANDIDATES", first_candidates):

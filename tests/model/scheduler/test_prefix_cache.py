@@ -50,7 +50,7 @@ def num_found(session: Session) -> int:
 
 @pytest.mark.parametrize("drafter", ["none", "model", "head"])
 @pytest.mark.parametrize("config", [ROOMY, CRAMPED], ids=["roomy", "cramped"])
-def test_greedy_text_is_that_of_generate_twice_over(drafter, config):
+def test_greedy_tokens_equal_generate_warm_and_cold(drafter, config):
     engine = engines(config)[drafter]()
     for turn in range(2):
         requests = [greedy(f"{turn} {number}", prompt) for number, prompt in enumerate(prompts())]
@@ -60,16 +60,16 @@ def test_greedy_text_is_that_of_generate_twice_over(drafter, config):
             assert session.outcomes[request.request_id].ids == own_greedy_text("llama", request.prompt_ids, 12)
 
 
-def test_a_cache_that_forgets_what_stands_before_a_block_is_seen(monkeypatch):
+def test_cache_without_prefix_hash_is_detected(monkeypatch):
     next_key = PrefixCache._next_key
     monkeypatch.setattr(PrefixCache, "_next_key", lambda cache, sequence: ("", next_key(cache, sequence)[1]))
     with pytest.raises(AssertionError):
-        test_greedy_text_is_that_of_generate_twice_over("none", ROOMY)
+        test_greedy_tokens_equal_generate_warm_and_cold("none", ROOMY)
 
 
 @needs_library
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_seeded_text_is_the_same_to_the_bit_warm_and_cold(precision):
+def test_seeded_bits_are_equal_warm_and_cold(precision):
     """The log-probabilities too: what is cached has the bits of what would be computed."""
     target = adopt(tiny_module("llama"), CPU, NATIVE, precision)
     draft = pair("llama")[1]
@@ -86,7 +86,7 @@ def test_seeded_text_is_the_same_to_the_bit_warm_and_cold(precision):
             assert told(warm, f"{turn} {number}", number) == told(cold, "r", number)
 
 
-def test_choices_of_one_prompt_have_it_computed_once():
+def test_choices_share_one_prompt_computation():
     """Those that come together wait for the first; the rest of the prompt, less than a block, each computes for itself."""
     prompt, num_choices = [*PREFIX, 9, 8, 7], 4
     config = replace(ROOMY, max_step_tokens=32)
@@ -102,7 +102,7 @@ def test_choices_of_one_prompt_have_it_computed_once():
         assert session.outcomes[one.request_id].ids == session_alone.outcomes[one.request_id].ids
 
 
-def test_the_next_turn_of_a_chat_goes_on_from_the_answer():
+def test_next_chat_turn_reuses_the_answer():
     engine = tiny_engine(*pair("llama"), BRANCHED, config=ROOMY)
     answer = run(engine, [greedy("1", PREFIX, 30)]).outcomes["1"].ids
     session = run(engine, [greedy("2", [*PREFIX, *answer, 9, 8])])
@@ -110,7 +110,7 @@ def test_the_next_turn_of_a_chat_goes_on_from_the_answer():
     assert session.outcomes["2"].ids == own_greedy_text("llama", [*PREFIX, *answer, 9, 8], 12)
 
 
-def test_who_has_another_salt_or_none_finds_nothing():
+def test_other_salt_finds_no_cached_block():
     engine = tiny_engine(model("llama"), config=ROOMY)
     found = {}
     for name, salt in (("a", "a"), ("a again", "a"), ("b", "b"), ("alone", None), ("alone again", None)):
@@ -142,7 +142,7 @@ def poison(engine: Engine) -> None:
 FEEDING = replace(ROOMY, max_running=4, max_step_tokens=16)  # the prefix takes four steps
 
 
-def test_what_a_bad_pass_left_of_a_prompt_goes_with_its_request(monkeypatch):
+def test_bad_pass_caches_no_prompt_blocks(monkeypatch):
     """The bug: chunks of a prompt were kept for others before any law had looked at them, and broke whoever found them."""
 
     def after_a_bad_pass() -> list[int]:
@@ -179,7 +179,7 @@ def fates_with_a_bad_first_block(target: CausalModel) -> list[list[int] | ErrorC
 
 
 @pytest.mark.parametrize("is_native", [False, pytest.param(True, marks=needs_library)])
-def test_what_is_bad_before_a_window_changes_no_token(is_native, monkeypatch):
+def test_bad_states_before_window_change_no_token(is_native, monkeypatch):
     """Transformers' layers read it all the same, with weight zero, and NaN stays NaN; our library's do not, and who does ends."""
     target = native("gemma3") if is_native else model("gemma3")
     texts = [own_greedy_text("gemma3", prompt, 12) for prompt in (PREFIX, PREFIX[:20], PREFIX[:20])]
@@ -189,7 +189,7 @@ def test_what_is_bad_before_a_window_changes_no_token(is_native, monkeypatch):
     assert fates_with_a_bad_first_block(target)[-1] is ErrorCode.LOGITS_NOT_FINITE
 
 
-def test_who_shares_what_is_being_fed_goes_on_without_who_fed_it():
+def test_sharing_request_continues_without_the_feeder():
     engine = tiny_engine(model("llama"), config=FEEDING)
     for name in ("first", "second"):
         engine.add(greedy(name, PREFIX))
@@ -200,7 +200,7 @@ def test_who_shares_what_is_being_fed_goes_on_without_who_fed_it():
     assert num_found(run(engine, [greedy("third", PREFIX)])) == 48
 
 
-def test_what_a_broken_request_has_cached_is_found_by_nobody():
+def test_blocks_of_broken_request_are_not_reused():
     """Logits that are not finite end a request; what it left may be as broken, and would break all who come after."""
     engine = tiny_engine(model("llama"), config=ROOMY)
     session = run(engine, [greedy("1", PREFIX)], after_step=poison)
@@ -210,7 +210,7 @@ def test_what_a_broken_request_has_cached_is_found_by_nobody():
     assert healed.outcomes["2"].ids == own_greedy_text("llama", PREFIX, 12)
 
 
-def test_a_request_whose_own_wishes_leave_no_token_takes_nothing_from_others():
+def test_own_empty_mask_evicts_no_shared_blocks():
     """Anyone can ask for what cannot be; the model is as sound as before, and so is what is cached."""
     engine = tiny_engine(model("llama"), config=ROOMY)
     run(engine, [greedy("1", PREFIX)])

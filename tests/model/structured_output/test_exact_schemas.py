@@ -65,7 +65,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "reason"), REFUSED)
-def test_what_cannot_be_exact_is_refused_by_place(text, reason):
+def test_inexact_schema_is_refused_with_place(text, reason):
     """Numbers that 64-bit floats round were rounded in the text, and keys that came twice counted as two.
 
     A schema inside a const, reached by a reference, kept the library's own formats, numbers and keys.

@@ -128,7 +128,7 @@ def test_the_grammar_changes_the_texts():
     assert all(generated(grammar)[: len(bare)] != bare for grammar in ALL.values())
 
 
-def test_a_preempted_text_goes_on_as_if_nothing_had_been():
+def test_preempted_sequence_continues_unchanged():
     """The state of a matcher is a function of the generated tokens."""
     config = SchedulerConfig(max_running=4, num_slots=56, max_model_len=64)
     requests = [request_of(grammar, name, seed=3, temperature=1.5) for name, grammar in ALL.items()]
@@ -249,7 +249,7 @@ def test_the_distribution_and_the_texts_kill(mutant, monkeypatch):
 
 
 # What cannot go on.
-def test_a_text_fails_where_nothing_can_come_and_only_there():
+def test_sequence_fails_only_where_nothing_is_allowed():
     """A drafted node without a law ended its request, though the text went elsewhere."""
     grammar = Grammar(GrammarKind.REGEX, "a(b|c)1")
     dead_end = ((*ids_of("c"), *ids_of("1")),)  # after c nothing is left
@@ -266,7 +266,7 @@ def test_a_text_fails_where_nothing_can_come_and_only_there():
         assert failed == plain_failed
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone():
+def test_failed_compilation_ends_only_its_request():
     bad, lost = Grammar(GrammarKind.REGEX, "("), Grammar(GrammarKind.REGEX, "[ab]+")
     engine = engine_of(Expansion(2, 2, 2))
     engine.add(request_of(lost, "lost", temperature=0.0))
@@ -279,7 +279,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone():
     assert outcomes["good"].ids == generated(REGEX)
 
 
-def test_an_id_in_use_is_refused_while_its_grammar_is_compiled():
+def test_id_is_refused_while_its_grammar_compiles():
     engine = engine_of(PLAIN)
     engine.add(request_of(REGEX))
     with pytest.raises(ValueError, match="in use"):
@@ -293,7 +293,7 @@ def test_an_engine_without_a_tokenizer_refuses_grammars():
     assert outcome.finish is FinishReason.ERROR
 
 
-def test_a_stop_token_may_end_a_text_early():
+def test_stop_token_may_end_sequence_early():
     stop = ids_of(",")[0]
     for expansion in EXPANSIONS:
         outcome = run(engine_of(expansion), [request_of(REGEX, seed=1, temperature=1.5, stop_token_ids=(stop,))]).outcomes["r"]
@@ -309,7 +309,7 @@ def test_texts_kill_a_judge_that_masks_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["schema", "lark"])
-def test_a_resumed_text_goes_on_as_if_nothing_had_been(name):
+def test_resumed_sequence_continues_unchanged(name):
     request = request_of(ALL[name], seed=3, temperature=1.5)
     text = seeded_text(ALL[name], 3)
     for cut in (1, 4, len(text) - 1):
@@ -317,7 +317,7 @@ def test_a_resumed_text_goes_on_as_if_nothing_had_been(name):
         assert run(engine_of(Expansion(2, 2, 2)), [told]).outcomes["r"].ids == text[cut:]
 
 
-def test_traced_steps_tell_the_masked_distributions():
+def test_traced_steps_report_the_masked_distributions():
     asked = replace(request_of(REGEX, seed=3, temperature=1.5), speculation=Speculation(is_traced=True))
     outcome = run(engine_of(Expansion(2, 2, 2)), [asked]).outcomes["r"]
     assert outcome.ids == seeded_text(REGEX, 3)

@@ -105,7 +105,7 @@ def test_masks_kill(name, mutant, monkeypatch):
         check(REGEX, steps)
 
 
-def test_many_texts_of_one_grammar_do_not_disturb_each_other():
+def test_sequences_of_one_grammar_are_independent():
     held = masks(max_texts=3)
     histories = [[*PROMPT, *ids_of(text)] for text in ("ab", "abc", "cab", "bb", "aa,1")]
     for length in (4, 5, 6, 7):
@@ -132,13 +132,13 @@ def test_what_is_allowed_can_still_match(grammar):
         front = [(*path, token) for path, allowed in found.items() for token in sorted(allowed - {EOS})][:40]
 
 
-def test_rows_beyond_the_tokenizer_and_special_tokens_never_come():
+def test_unknown_rows_and_special_tokens_are_masked():
     anything = Grammar(GrammarKind.REGEX, "(.|\n)*")
     (allowed,) = asked(masks(), anything, PROMPT, [()])
     assert allowed == {EOS, *range(3, 3 + 32 + 10 + 1)}  # characters, merges and the line break
 
 
-def test_a_text_that_the_library_gives_up_on_has_no_next_token_and_others_go_on(monkeypatch):
+def test_abandoned_matcher_allows_nothing_and_isolates_others(monkeypatch):
     """llguidance answers with the end token where a limit is hit: a text would be cut short, and look whole."""
     held, history = masks(), list(PROMPT)
     long = Grammar(GrammarKind.REGEX, "(a|b)*a(a|b){9}c")
@@ -181,7 +181,7 @@ def test_a_choice_is_the_very_text(text):
         (GrammarKind.LARK, "", "root"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(kind, text, reason):
+def test_unsupported_schema_is_refused_by_name(kind, text, reason):
     with pytest.raises(BadGrammar, match=re.escape(reason)):
         compiled(vocabulary(), Grammar(kind, text))
 

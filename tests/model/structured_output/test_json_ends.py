@@ -70,7 +70,7 @@ def test_whitespace_between_parts_is_bounded():
     check_whitespace()
 
 
-def test_free_whitespace_can_be_asked_for():
+def test_free_whitespace_is_available_on_request():
     matcher = matcher_of({**ANY, "x-guidance": {"whitespace_pattern": "[ \\t\\n\\r]+"}})
     assert admits(matcher, '{\n\n \t "a"  :' + " " * 200 + "1 }")
     assert not admits(matcher_of(ANY), '{ "a":  1}')
@@ -103,7 +103,7 @@ def check_numbers() -> None:
         assert allowed(grammar, start + digits, masks=masks)
 
 
-def test_numbers_are_bounded_where_a_schema_leaves_them_open():
+def test_open_numbers_are_bounded():
     """A number without bounds went on until the token limit; so did any number of any JSON."""
     check_numbers()
 
@@ -158,7 +158,7 @@ def test_calls_are_bounded_between_their_marks_alone():
     assert allowed(marked, b"<", b"{1}>" + digits) & DIGITS
 
 
-def test_a_text_is_read_again_after_a_step_back():
+def test_matcher_rereads_text_after_rollback():
     """Masks depend on the text alone, whatever was asked before."""
     masks, grammar = GrammarMasks(CompiledGrammars(bytes_vocabulary)), schema({"type": "integer"})
     history = list(b"7" * MAX_DIGITS)

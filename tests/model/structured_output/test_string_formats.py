@@ -178,7 +178,7 @@ def test_a_format_that_nothing_satisfies_is_refused(more: dict[str, Any]):
     assert "SearchRegex" not in str(refused.value)
 
 
-def test_too_much_of_one_string_is_refused_plainly():
+def test_overlong_string_is_refused_plainly():
     """The reason was an expression of the library's, which no client has written."""
     with pytest.raises(BadGrammar, match="too complex in combination"):
         matcher_of(schema_of("email", pattern=".*", minLength=200))
@@ -210,18 +210,18 @@ def check_places() -> None:
     )
 
 
-def test_formats_are_kept_wherever_a_schema_stands():
+def test_formats_apply_wherever_a_schema_occurs():
     check_places()
 
 
-def test_a_schema_inside_a_lark_grammar_keeps_formats():
+def test_schema_inside_lark_grammar_keeps_formats():
     grammar = 'start: "</a>" /b"x/ %json {"format": "date", "type": "string"} // %json {\n'
     matcher = compiled(bytes_vocabulary(), Grammar(GrammarKind.LARK, grammar))
     assert admits(matcher, '</a>b"x"2024-02-29"')
     assert not admits(matcher, '</a>b"x"2023-02-29"')
 
 
-def test_an_unknown_format_is_refused_only_of_strings():
+def test_unknown_format_is_refused_only_for_strings():
     with pytest.raises(BadGrammar, match="int32"):
         matcher_of({"type": "string", "format": "int32"})
     assert admits(matcher_of({"type": "integer", "format": "int32"}), "12")

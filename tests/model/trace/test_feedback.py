@@ -21,7 +21,7 @@ class SeldomDrafts(RandomExpansion):
         return choice if self._rng.random() < 0.4 else ExpansionChoice((PLAIN,) * len(views))
 
 
-def test_what_comes_after_a_stop_token_is_no_gain(monkeypatch):
+def test_tokens_after_stop_are_no_gain(monkeypatch):
     """Stop tokens soon cut long accepted paths: a policy hears of the tokens that were kept."""
     config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
     engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
@@ -34,7 +34,7 @@ def test_what_comes_after_a_stop_token_is_no_gain(monkeypatch):
     assert num_kept < sum(one.num_realised_tokens - one.num_expected_rows for one in stats)  # whole paths
 
 
-def test_a_step_says_whether_it_drafted_and_the_rest_when_it_is_asked(monkeypatch):
+def test_step_reports_drafting_and_details_on_request(monkeypatch):
     engine = head_engine(learnt_head(), policy=SeldomDrafts(1), config=CROWDED)
     heard: list[StepFeedback] = []
     monkeypatch.setattr(engine._policy, "observe", heard.append)

@@ -121,7 +121,7 @@ def check_distributions(session: Session, requests: Sequence[Request], target: P
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_told_probabilities_are_the_models_own(tree: str) -> None:
+def test_reported_probabilities_are_the_models(tree: str) -> None:
     session, target, draft = run_pair(tree)
     check_distributions(session, asked(tree), target, draft)
     assert any(trace.row.tree.num_nodes > 3 for name in ("greedy", "coupled", "drawn") for trace in traces_of(session, name))
@@ -155,7 +155,7 @@ def drafts_in_order_of_offers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mutant", [of_the_node_itself, unedited, unwarped, drafts_in_order_of_offers])
-def test_told_probabilities_kill(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probability_reports_detect(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     tree = "heap.6"
     session, target, draft = run_pair(tree)
@@ -163,7 +163,7 @@ def test_told_probabilities_kill(mutant: Callable[[pytest.MonkeyPatch], None], m
         check_distributions(session, asked(tree), target, draft)
 
 
-def test_nobody_is_told_who_did_not_ask() -> None:
+def test_untraced_requests_get_no_report() -> None:
     requests = [traced(greedy("asks", LONG)), greedy("does not", LONG), sampled("nor this", LONG, 5)]
     session = run(tiny_engine(*pair_of(), FixedExpansion(Expansion(2, 2, 2))), requests)
     told = {name: [event.trace is not None for event in one.events] for name, one in session.outcomes.items()}
@@ -171,7 +171,7 @@ def test_nobody_is_told_who_did_not_ask() -> None:
     assert not any(any(flags) for flags in told.values())
 
 
-def test_no_text_changes_by_being_told_of() -> None:
+def test_tracing_changes_no_token() -> None:
     def texts(make: Callable[[Request], Request]) -> dict[str, list[int]]:
         engine = tiny_engine(*pair_of(), FixedExpansion(Expansion(2, 2, 2)))
         return run(engine, [make(request) for request in (greedy("a", LONG), sampled("b", LONG, 5))]).texts()
@@ -179,7 +179,7 @@ def test_no_text_changes_by_being_told_of() -> None:
     assert texts(traced) == texts(lambda request: request)
 
 
-def test_a_step_is_told_with_its_seconds_and_reason() -> None:
+def test_step_reports_its_seconds_and_reason() -> None:
     session = run(tiny_engine(*pair_of()), [traced(greedy("r", LONG))])
     stats = {one.step: one for one in session.stats}
     for trace in traces_of(session, "r"):
@@ -188,7 +188,7 @@ def test_a_step_is_told_with_its_seconds_and_reason() -> None:
         assert sum(trace.stage_s.values()) == pytest.approx(own.step_s)
 
 
-def test_plain_decoding_is_told_too() -> None:
+def test_plain_decoding_is_reported() -> None:
     session = run(tiny_engine(*pair_of()), [replace(greedy("r", LONG), speculation=Speculation(False, is_traced=True))])
     assert {trace.row.tree.num_nodes for trace in traces_of(session, "r")} == {1}
     assert all(0.0 < (trace.row.probs.extra or 0.0) <= 1.0 for trace in traces_of(session, "r"))
@@ -198,7 +198,7 @@ def engine_with_cached_text() -> Engine:
     return engine_of("llama", "ngram", Expansion(3, 1, 0))
 
 
-def test_parts_say_what_drafted_a_node() -> None:
+def test_parts_report_the_source_of_nodes() -> None:
     """A prediction comes back as one, text said before as cached, a model's tokens before the fork as trunk."""
     said = run(engine_with_cached_text(), [greedy("said", LONG)]).outcomes["said"].ids
     predicted = replace(traced(greedy("foretold", LONG)), prediction_ids=tuple(said))

@@ -79,14 +79,14 @@ def check_rows(rows: list[TracedRow], request: Request, text: list[int]) -> None
 
 @pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
 @pytest.mark.parametrize("config", [TIGHT, SchedulerConfig(num_slots=1024, max_model_len=64)], ids=["tight", "roomy"])
-def test_a_trace_tells_what_happened(drafter, config, tmp_path):
+def test_trace_reports_what_happened(drafter, config, tmp_path):
     """Preempted requests too: what is fed a second time is not told a second time."""
     requests = requests_of_all_kinds()
     session = traced_run(engine_of("llama", drafter, TREE, config), requests, tmp_path / "trace")
     check_trace(tmp_path / "trace", session, requests)
 
 
-def test_all_that_makes_a_distribution_is_in_the_trace(tmp_path):
+def test_trace_contains_all_inputs_of_distributions(tmp_path):
     """A reader who makes the laws again found no penalties, no bias and no masks."""
     limits: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "min_tokens": 2}
     tokens: dict[str, Any] = {"logit_bias": ((7, 1.5),), "allowed_token_ids": tuple(range(3, 20)), "bad_words": ((4, 5),)}
@@ -132,7 +132,7 @@ def test_traces_kill(mutant, tmp_path, monkeypatch):
         check_trace(tmp_path / "trace", session, requests)
 
 
-def test_what_was_foretold_is_in_the_trace(tmp_path):
+def test_predicted_tokens_are_in_the_trace(tmp_path):
     requests = requests_of_all_kinds()
     session = traced_run(engine_of("llama", "model", TREE), requests, tmp_path / "trace")
     known = [row for rows in rows_of(tmp_path / "trace").values() for row in rows if row.expected_tokens is not None]
@@ -140,7 +140,7 @@ def test_what_was_foretold_is_in_the_trace(tmp_path):
     assert sum(len(row.path) for row in known) == sum(one.num_realised_tokens for one in session.stats)
 
 
-def test_a_broken_row_says_why(tmp_path):
+def test_broken_row_states_its_reason(tmp_path):
     broken = Request("broken", (5, 60, 7), SamplingParams(max_tokens=8))
     traced_run(broken_engine(drafter=False), [greedy("sound", LONG), broken], tmp_path / "trace")
     (row,) = rows_of(tmp_path / "trace")["broken"]
@@ -161,7 +161,7 @@ class FullDisk(TraceFile):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-def test_a_disk_that_fills_up_fails_no_step(tmp_path, caplog):
+def test_full_disk_fails_no_step(tmp_path, caplog):
     engine = tiny_engine(model("llama"), None, FixedExpansion(TREE))
     file = FullDisk(tmp_path / "trace", header_of(engine.info))
     engine.add_observer(FileTracer(file))
@@ -177,7 +177,7 @@ def saved_model(folder: Path) -> str:
     return str(folder / "model")
 
 
-def test_a_configured_engine_traces_what_it_is_asked(tmp_path):
+def test_configured_engine_traces_requests_not_warmup(tmp_path):
     """Not its own warm-up."""
     engine = build_engine(EngineConfig(saved_model(tmp_path), "tiny", "ngram", trace_file=str(tmp_path / "trace")))
     requests = [greedy("r", LONG)]
@@ -194,6 +194,6 @@ def test_a_configured_engine_traces_what_it_is_asked(tmp_path):
     tracer._file.close()
 
 
-def test_a_trace_that_cannot_be_written_is_told_before_anything_is_served(tmp_path):
+def test_unwritable_trace_is_reported_before_serving(tmp_path):
     with pytest.raises(BadConfiguration, match=r"trace file .*nowhere.* cannot be written: No such file"):
         build_engine(EngineConfig(saved_model(tmp_path), trace_file=str(tmp_path / "nowhere" / "trace")))

@@ -73,7 +73,7 @@ def pairs_of(judge: RecordingJudge) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("verifier", "expansion"), PAIRS, ids=str)
-def test_outcomes_agree_with_what_was_foretold(verifier, expansion):
+def test_outcomes_agree_with_predictions(verifier, expansion):
     judge = RecordingJudge()
     stats = judged_by(judge, requests_of(verifier), expansion)
     pairs = pairs_of(judge)
@@ -128,7 +128,7 @@ def z_of_steps(stats: list[StepStats], outcomes: list[int]) -> float:
     return abs(sum(differences)) / math.sqrt(sum(difference**2 for difference in differences))
 
 
-def test_a_text_that_is_cut_realises_what_was_accepted():
+def test_truncated_sequence_realises_accepted_tokens():
     """Stop tokens soon cut long accepted paths. The mutant counts what was emitted."""
     config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
     engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
@@ -141,7 +141,7 @@ def mixed_engine() -> Engine:
     return tiny_engine(*pair("llama"), FixedExpansion(TREE))
 
 
-def test_rows_without_a_number_do_not_erase_the_others():
+def test_rows_without_number_keep_the_others():
     """One coupled row once made the whole step's number unknown; greedy rows count with what came out."""
     requests = [
         greedy("greedy", (5, 9, 3)),
@@ -159,7 +159,7 @@ def test_rows_without_a_number_do_not_erase_the_others():
     )
 
 
-def test_an_unjudged_row_foretells_nothing(monkeypatch):
+def test_unjudged_row_predicts_nothing(monkeypatch):
     broken = VerificationFailure("broken", ErrorCode.VERIFICATION_FAILED)
     monkeypatch.setattr(Judge, "judge", lambda self, rows, forest, logits, best: [broken for _ in rows])
     assert run(mixed_engine(), [greedy("r", (5, 9, 3))]).stats[0].num_expected_rows == 0

@@ -162,12 +162,12 @@ def check_a_broken_distribution_ends_its_request_alone(config: SchedulerConfig) 
 
 
 @pytest.mark.parametrize("config", [CROWDED, SchedulerConfig(num_slots=2048, max_model_len=256)], ids=["chunks", "whole"])
-def test_a_broken_distribution_in_a_prompt_ends_its_request_alone(config):
+def test_broken_prompt_distribution_fails_only_its_request(config):
     """The bug: its log-probabilities were told as NaN, which JSON does not have."""
     check_a_broken_distribution_ends_its_request_alone(config)
 
 
-def test_a_broken_distribution_that_nobody_looks_for_is_noticed(monkeypatch):
+def test_unrequested_broken_distribution_is_detected(monkeypatch):
     monkeypatch.setattr(prompt_scores, "are_valid", lambda logits_NV: [True] * len(logits_NV))
     with pytest.raises((AssertionError, ValueError)):
         check_a_broken_distribution_ends_its_request_alone(CROWDED)

@@ -79,7 +79,7 @@ FORMULAS: dict[str, Formula] = {
 
 @pytest.mark.parametrize("num_draws", [1, 2, 3])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_what_is_accepted_is_what_the_closed_form_says(name: str, num_draws: int) -> None:
+def test_acceptance_equals_the_closed_form(name: str, num_draws: int) -> None:
     for seed in range(5):
         model = TinyModel(4, seed)
         accepted = given_by(RULES[name].plan, model, delayed_trees(model, Expansion(0, num_draws, 1)), 1.0).to_children
@@ -95,7 +95,7 @@ def test_the_closed_form_of_another_rule_differs() -> None:
 
 
 @pytest.mark.parametrize("set_size", [0, 1, 2])
-def test_set_plus_sample_accepts_the_set_and_what_the_sample_overlaps(set_size: int) -> None:
+def test_set_plus_sample_accepts_set_and_overlap(set_size: int) -> None:
     """p(H) + sum min(p, q~) (arXiv 2502.18779)."""
     model = TinyModel(4, seed=1)
     target, draft = model.target(()), model.draft(())
@@ -108,7 +108,7 @@ def test_set_plus_sample_accepts_the_set_and_what_the_sample_overlaps(set_size: 
 
 @pytest.mark.parametrize("mass", [1.0, 0.7, 0.2])
 @pytest.mark.parametrize("num_draws", [1, 2, 3])
-def test_no_plan_accepts_more_than_the_optimum_and_one_draw_reaches_it(num_draws: int, mass: float) -> None:
+def test_one_draw_plan_reaches_the_optimum(num_draws: int, mass: float) -> None:
     for seed in range(10):
         model = TinyModel(4, seed)
         trees = delayed_trees(model, Expansion(0, num_draws, 1))
@@ -156,7 +156,7 @@ class WorstRanked(BestRanked):
 @pytest.mark.parametrize(
     "selection", [BestRanked(), Duels(2), Duels(3), Duels(4)], ids=["ranked", "duels-2", "duels-3", "duels-4"]
 )
-def test_the_distribution_of_the_chosen_draw_is_told(selection: Selection, num_draws: int) -> None:
+def test_distribution_of_the_chosen_draw_is_reported(selection: Selection, num_draws: int) -> None:
     for flavour in ("generic", "sparse", "equal"):
         drawn, told = chosen_probs(selection, TinyModel(4, 3, flavour), num_draws)
         assert told == pytest.approx(drawn, abs=EXACT)
@@ -200,7 +200,7 @@ def mean_gap(plan: NodePlan, pairs: Sequence[tuple[Law, Law]], num_draws: int) -
 PUBLISHED_GAPS = {"khisti": 0.0, "spectr": 0.035, "specinfer": 0.055, "naive_tree": 0.075, "nss": 0.239}
 
 
-def test_mean_gaps_to_the_optimum_are_those_that_are_known() -> None:
+def test_mean_gaps_to_optimum_match_known_values() -> None:
     """Two draws of three tokens, 300 random pairs of laws; the known figures are of other random pairs."""
     pairs = random_pairs(300, vocab_size=3, seed=0)
     gaps = {name: mean_gap(ON_DELAYED[name].plan, pairs, 2) for name in (*PUBLISHED_GAPS, "tournament")}
@@ -211,7 +211,7 @@ def test_mean_gaps_to_the_optimum_are_those_that_are_known() -> None:
     assert gaps["khisti"] < gaps["tournament"] < gaps["spectr"] < gaps["specinfer"] < gaps["naive_tree"] < gaps["nss"]
 
 
-def test_untruncated_duels_reach_the_optimum_of_two_draws_and_truncated_ones_do_not() -> None:
+def test_untruncated_duels_reach_the_two_draw_optimum() -> None:
     pairs = random_pairs(20, vocab_size=8, seed=1)
     gaps = [mean_gap(OneToken(AcceptChosen(Duels(size))), pairs, 2) for size in (1, 3, 5, 8)]
     assert gaps == sorted(gaps, reverse=True)
@@ -220,7 +220,7 @@ def test_untruncated_duels_reach_the_optimum_of_two_draws_and_truncated_ones_do_
 
 
 @pytest.mark.parametrize("mass", [0.9, 0.5, 0.05])
-def test_untruncated_duels_of_two_draws_are_the_optimum_for_any_mass(mass: float) -> None:
+def test_untruncated_duels_are_optimal_for_any_mass(mass: float) -> None:
     for seed in range(10):
         model = TinyModel(4, seed)
         best = optimum(model.target(()), model.draft(()), 2, mass)
@@ -228,7 +228,7 @@ def test_untruncated_duels_of_two_draws_are_the_optimum_for_any_mass(mass: float
         assert given_by(ON_DELAYED["khisti"].plan, model, trees, mass).to_children == pytest.approx(best, abs=EXACT)
 
 
-def test_too_few_rounds_of_the_solver_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_solver_rounds_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.verify.rebalance._ROUNDS_PER_NODE", 0)
     with pytest.raises(AssertionError):
-        test_untruncated_duels_reach_the_optimum_of_two_draws_and_truncated_ones_do_not()
+        test_untruncated_duels_reach_the_two_draw_optimum()

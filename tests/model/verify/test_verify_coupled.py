@@ -90,14 +90,14 @@ def speculative_text(model: TinyModel, seed: int, rng: random.Random, judge: Jud
 
 @pytest.mark.parametrize("judge", WAYS)
 @pytest.mark.parametrize("flavour", ["generic", "sparse", "peaked"])
-def test_any_trees_give_the_text_of_plain_decoding(flavour: str, judge: Judging) -> None:
+def test_any_tree_gives_the_plain_decoding_tokens(flavour: str, judge: Judging) -> None:
     for seed in range(25):
         model = TinyModel(VOCAB, seed, flavour)
         assert speculative_text(model, seed, random.Random(seed), judge) == plain_text(model, seed)
 
 
 @needs_library
-def test_many_trees_at_once_are_judged_as_by_distributions() -> None:
+def test_batched_trees_are_judged_as_by_distributions() -> None:
     rng = random.Random(3)
     model = TinyModel(VOCAB, 3)
     batch = batch_of(model, [any_tree(rng) for _ in range(40)])
@@ -108,7 +108,7 @@ def test_many_trees_at_once_are_judged_as_by_distributions() -> None:
 
 
 @pytest.mark.parametrize("judge", WAYS)
-def test_a_tree_with_a_distribution_that_is_none_on_its_path_is_named(judge: Judging) -> None:
+def test_invalid_distribution_on_path_names_its_tree(judge: Judging) -> None:
     rng = random.Random(4)
     batch = batch_of(TinyModel(VOCAB, 4), [any_tree(rng) for _ in range(12)])
     keys = [StepKey(seed, 1) for seed in range(12)]
@@ -129,7 +129,7 @@ def test_noise_of_another_position_is_noticed(shift, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: right(key, 0 if shift == "root" else depth + shift))
     for judge in (by_probs, by_library) if library.is_available() else (by_probs,):
         with pytest.raises(AssertionError):
-            test_any_trees_give_the_text_of_plain_decoding("generic", judge)
+            test_any_tree_gives_the_plain_decoding_tokens("generic", judge)
 
 
 def surprise_of_pairs(model: TinyModel, num_seeds: int) -> float:
@@ -173,12 +173,12 @@ def plain_greedy_text(model: TinyModel) -> Context:
 
 
 @given(st.integers(0, 10_000))
-def test_greedy_text_is_the_plain_arg_max_text(seed: int) -> None:
+def test_greedy_tokens_equal_plain_argmax(seed: int) -> None:
     model = TinyModel(VOCAB, seed % 50)
     assert greedy_text(model, random.Random(seed)) == plain_greedy_text(model)
 
 
-def test_a_bonus_token_taken_from_the_root_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bonus_token_from_root_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def follow_with_root_bonus(tree: TokenTree, choices: list[int]) -> Verdict:
         return Verdict(follow(tree, choices).path, choices[0])
 
@@ -187,7 +187,7 @@ def test_a_bonus_token_taken_from_the_root_is_noticed(monkeypatch: pytest.Monkey
     assert any(greedy_text(model, random.Random(0)) != plain_greedy_text(model) for model in models)
 
 
-def test_greedy_reads_each_tree_of_a_forest_by_its_own_choices() -> None:
+def test_greedy_reads_trees_by_their_own_choices() -> None:
     chain = TokenTree((-1, 0, 1), (9, 5, 6), ((1,), (2,), ()))
     verdicts = judge_greedy([TokenTree.single(1), chain, chain], [7, 5, 6, 8, 5, 4, 3])
     assert verdicts == [Verdict((0,), 7, 1.0), Verdict((0, 1, 2), 8, 3.0), Verdict((0, 1), 4, 2.0)]

@@ -69,7 +69,7 @@ def test_levels_of_few_nodes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
         test_kernels_do_not_grow_with_the_trees("traversal", CHAIN)
 
 
-def test_a_chain_of_two_is_judged_in_few_kernels() -> None:
+def test_two_node_chain_needs_few_kernels() -> None:
     assert kernels_of(TRAVERSAL, one_tree(CHAIN), 1) <= MOST_OF_A_CHAIN
 
 

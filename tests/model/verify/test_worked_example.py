@@ -26,7 +26,7 @@ def example() -> dict[str, Any]:
     return names
 
 
-def test_the_page_enumerates_its_rule_and_a_mutant(example: dict[str, Any]) -> None:
+def test_page_enumerates_its_rule_and_mutant(example: dict[str, Any]) -> None:
     assert sum("assert worst_loss" in block for block in BLOCKS) == 2
     assert example["worst_loss"](example["likeliest"]) < example["EXACT"]
 

@@ -88,7 +88,7 @@ def test_marked_tokens_keep_their_ids(found, tmp_path):
 
 @pytest.mark.weights
 @pytest.mark.slow
-def test_a_file_may_leave_the_begin_token_open(found):
+def test_file_may_omit_the_begin_token(found):
     """Llama 3's files say nothing of it: its own tokenizer adds one, Qwen2's does not."""
     assert load_tokenizer(found["llama-bpe"].file)("a").input_ids == [128000, 64]
     assert load_tokenizer(found["qwen2"].file)("a").input_ids == [64]

@@ -165,7 +165,7 @@ def test_an_unknown_type_without_code_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "llama", "hidden_size": "wide"}'])
-def test_a_broken_configuration_is_an_error_of_weights(text: str, tmp_path: Path) -> None:
+def test_broken_configuration_is_a_weights_error(text: str, tmp_path: Path) -> None:
     (served_folder(tmp_path) / "config.json").write_text(text)
     with pytest.raises((WeightsError, UnsupportedModel), match=r"cannot be read|not supported"):
         load_config(tmp_path)

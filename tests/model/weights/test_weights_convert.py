@@ -31,7 +31,7 @@ def _convert(folder: Path, architecture: str, splitter: str, is_tied: bool) -> t
 
 
 @pytest.mark.parametrize(("architecture", "splitter", "is_tied"), CASES)
-def test_weights_are_the_files_own_and_stored_once(tmp_path, architecture, splitter, is_tied):
+def test_weights_equal_file_and_are_stored_once(tmp_path, architecture, splitter, is_tied):
     folder, worth = _convert(tmp_path, architecture, splitter, is_tied)
     stored = load_file(folder / "model.safetensors")
     assert stored.keys() == worth.keys()
@@ -119,7 +119,7 @@ def test_scaled_rotary_frequencies_are_refused(tmp_path, fields, name):
         convert.convert(tmp_path / "tiny.gguf", tmp_path / "out")
 
 
-def test_rotary_frequencies_as_they_are_may_be_named(tmp_path):
+def test_unchanged_rotary_frequencies_may_be_named(tmp_path):
     _write_with_frequencies(tmp_path / "tiny.gguf", scaling="none", factor=1.0)
     convert.convert(tmp_path / "tiny.gguf", tmp_path / "out")
 
@@ -142,7 +142,7 @@ def _change_type(path: Path, tensor: str, kind: int) -> None:
     path.write_bytes(data)
 
 
-def test_rows_in_the_files_order_would_be_another_model(tmp_path, monkeypatch):
+def test_mutant_keeping_file_row_order_differs(tmp_path, monkeypatch):
     """The mutant of the test above: a file whose queries are not reordered stands for a converter that does not restore them."""
     monkeypatch.setattr(tiny_gguf, "_interleave", lambda rows, _: rows)
     folder, worth = _convert(tmp_path, "llama", "smollm", True)
@@ -171,7 +171,7 @@ def test_the_folder_loads_and_generates(tmp_path, architecture, splitter, is_tie
         ("qwen2", "qwen2", False, "e\u0301", ["Ã", "©"]),  # composed to é before it is split
     ],
 )
-def test_text_is_split_as_the_vocabulary_was_trained(tmp_path, monkeypatch, architecture, splitter, is_tied, text, pieces):
+def test_text_is_split_as_in_training(tmp_path, monkeypatch, architecture, splitter, is_tied, text, pieces):
     write_gguf(tmp_path / "tiny.gguf", tiny_model(architecture, is_tied=is_tied), architecture, splitter)
     gguf_tokenizer.load_tokenizer(tmp_path / "tiny.gguf").save_pretrained(tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").tokenize(text) == pieces
@@ -180,7 +180,7 @@ def test_text_is_split_as_the_vocabulary_was_trained(tmp_path, monkeypatch, arch
     assert gguf_tokenizer.load_tokenizer(tmp_path / "tiny.gguf").tokenize(text) != pieces
 
 
-def test_a_gguf_file_is_a_reference_and_converted_once(tmp_path, capfd):
+def test_gguf_file_is_a_reference_converted_once(tmp_path, capfd):
     write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=True), "llama", "smollm")
     capfd.readouterr()
     first = resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache")
@@ -197,7 +197,7 @@ def test_a_gguf_file_is_a_reference_and_converted_once(tmp_path, capfd):
     assert resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=False).folder != first.folder
 
 
-def test_a_file_is_read_once_for_a_conversion(tmp_path):
+def test_file_is_read_once_per_conversion(tmp_path):
     """The bug: its hundred thousand strings were read by NumPy three times, which took most of a conversion."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_model("llama", is_tied=True), "llama", "smollm")
@@ -214,7 +214,7 @@ def test_a_file_is_read_once_for_a_conversion(tmp_path):
     assert first.keys() != second.keys()
 
 
-def test_a_preset_goes_from_wheels_to_a_model(tmp_path, monkeypatch):
+def test_preset_becomes_a_model_from_wheels(tmp_path, monkeypatch):
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_model("llama", is_tied=True), "llama", "smollm")
     data = path.read_bytes()

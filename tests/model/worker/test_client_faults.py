@@ -103,7 +103,7 @@ async def test_kill_9_loses_nothing_and_repeats_nothing() -> None:
 @pytest.mark.parametrize(
     ("kind", "symptom", "limit_s"), [(ForgetfulClient, TimeoutError, 5.0), (RepeatingClient, AssertionError, 600.0)]
 )
-async def test_a_client_that_loses_or_repeats_is_noticed(
+async def test_client_losing_or_repeating_events_is_detected(
     kind: type[WorkerClient], symptom: type[Exception], limit_s: float
 ) -> None:
     with pytest.raises(symptom):
@@ -154,9 +154,7 @@ async def test_an_unseeded_request_keeps_its_noise() -> None:
 @pytest.mark.parametrize(
     ("trick", "error"), [(Trick.RAISE, "RuntimeError: an evil forward"), (Trick.KILL, "it was killed by signal 9 (Killed)")]
 )
-async def test_a_request_that_kills_each_worker_is_given_up_and_the_others_complete(
-    trick: Trick, error: str, tmp_path: Path
-) -> None:
+async def test_worker_killing_request_fails_others_complete(trick: Trick, error: str, tmp_path: Path) -> None:
     client = worker_client(supervision=IMPATIENT, dumps=CrashDumps(tmp_path / "dumps"))
     async with running(client):
         good = [asyncio.create_task(collect(client, counting_request(f"g{n}", Trick.PACE, 0, max_tokens=9))) for n in range(3)]
@@ -175,7 +173,7 @@ async def test_a_request_that_kills_each_worker_is_given_up_and_the_others_compl
         assert {dump["cause"] for dump in dumps} == {error}
 
 
-async def test_a_leak_found_when_idle_replaces_the_worker(tmp_path: Path) -> None:
+async def test_leak_found_when_idle_replaces_worker(tmp_path: Path) -> None:
     client = worker_client()
     async with running(client):
         events = await collect(client, counting_request("a", Trick.LEAK, max_tokens=1))
@@ -195,7 +193,7 @@ async def test_between_two_workers_nothing_is_admitted() -> None:
         assert client.health.heartbeat_age_s is None
 
 
-async def test_a_worker_that_dies_while_it_drains_is_replaced() -> None:
+async def test_worker_dying_while_draining_is_replaced() -> None:
     client = worker_client()
     async with running(client):
         stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=50))
@@ -208,7 +206,7 @@ async def test_a_worker_that_dies_while_it_drains_is_replaced() -> None:
         assert tokens_of(events) == list(range(Trick.PACE + 1, Trick.PACE + 51))
 
 
-async def test_a_drain_that_ends_between_two_workers_ends_all() -> None:
+async def test_drain_between_two_workers_ends_all() -> None:
     client = worker_client(supervision=LEISURELY)
     async with running(client):
         stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=ENDLESS))
@@ -218,7 +216,7 @@ async def test_a_drain_that_ends_between_two_workers_ends_all() -> None:
         assert end_of([event async for event in stream]).finish is FinishReason.ABORT
 
 
-async def test_what_is_given_up_between_two_workers_ends_at_once() -> None:
+async def test_request_cancelled_between_workers_ends_immediately() -> None:
     client = worker_client(supervision=LEISURELY)
     async with running(client):
         streams = [submitted(client, counting_request(name, Trick.PACE, max_tokens=ENDLESS)) for name in "ab"]
@@ -321,7 +319,7 @@ async def check_a_sleepy_event_loop_blames_nobody(client: WorkerClient, clock: S
         assert client.health.num_restarts == 0
 
 
-async def test_a_sleepy_event_loop_blames_nobody(clock: SkippingClock) -> None:
+async def test_slow_event_loop_blames_no_request(clock: SkippingClock) -> None:
     await check_a_sleepy_event_loop_blames_nobody(worker_client(supervision=PATIENT), clock)
 
 
@@ -338,7 +336,7 @@ async def test_judging_before_reading_the_mail_is_noticed(clock: SkippingClock, 
         await check_a_sleepy_event_loop_blames_nobody(worker_client(supervision=PATIENT), clock)
 
 
-async def test_a_start_that_fails_tells_the_workers_own_words() -> None:
+async def test_failed_start_returns_the_worker_message() -> None:
     client = worker_client(build_without_weights, model="gone")
     with pytest.raises(EngineUnavailable, match=r"the engine's worker did not start: FileNotFoundError: no weights at 'gone'"):
         await client.start()
@@ -350,7 +348,7 @@ async def test_a_start_that_fails_tells_the_workers_own_words() -> None:
     await client.stop()
 
 
-async def test_restarts_that_fail_in_a_row_end_in_failed(tmp_path: Path) -> None:
+async def test_repeated_failed_restarts_end_in_failed(tmp_path: Path) -> None:
     marker = tmp_path / "gone"
     client = worker_client(build_unless_marked, model=str(marker))
     async with running(client):
@@ -365,7 +363,7 @@ async def test_restarts_that_fail_in_a_row_end_in_failed(tmp_path: Path) -> None
         assert (end.error_code, end.error) == (ErrorCode.ENGINE_FAILED, client.health.detail)
 
 
-async def test_a_worker_that_cannot_be_launched_fails_the_start() -> None:
+async def test_unlaunchable_worker_fails_the_start() -> None:
     class BrokenLauncher:
         def launch(self, addresses: Addresses) -> BaseProcess:
             raise OSError("no more processes")
@@ -375,7 +373,7 @@ async def test_a_worker_that_cannot_be_launched_fails_the_start() -> None:
         await client.start()
 
 
-async def test_a_process_that_never_says_a_word_is_given_up() -> None:
+async def test_silent_process_is_given_up() -> None:
     class MuteLauncher:
         def launch(self, addresses: Addresses) -> BaseProcess:
             process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(3600,), daemon=True)
@@ -443,7 +441,7 @@ async def test_repeated_crashes_lengthen_the_pause(number: signal.Signals) -> No
     assert client._deaths.backoff_s == 2 * SWIFT.min_backoff_s
 
 
-async def test_kills_over_a_suspect_lengthen_the_pause() -> None:
+async def test_kills_during_quarantine_lengthen_the_pause() -> None:
     """A request that has its worker killed, as by the memory killer, is a crash like any other once it is suspected."""
     client = noting_client(replace(SWIFT, max_deaths=2))
     async with running(client):
@@ -453,7 +451,7 @@ async def test_kills_over_a_suspect_lengthen_the_pause() -> None:
     assert client.from_outside == [True, False, True], "the last death ended it"
 
 
-async def test_errors_and_hangs_are_of_its_own_making() -> None:
+async def test_errors_and_hangs_have_internal_causes() -> None:
     client = noting_client(replace(SWIFT, max_deaths=5))
     async with running(client):
         stream = submitted(client, counting_request("evil", Trick.RAISE))
