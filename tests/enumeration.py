@@ -1,7 +1,7 @@
-"""Every tree that a growth can draw, with its probability, and the law of the text that a rule makes of them. Exact, float64.
+"""Every tree that a growth can draw, with its probability, and a rule's distribution of sequences over them. Exact, float64.
 
-Knows how trees are grown and what a lossless rule must achieve; knows nothing of how verifiers work: a rule is judged by the
-law of where its paths end and of what its extra tokens are.
+This module knows how trees are grown and what a lossless rule must achieve. It does not know how verifiers work. It judges a
+rule by the distribution of path ends and extra tokens.
 """
 
 import itertools
@@ -23,9 +23,9 @@ Law = NDArray[np.float64]
 
 
 class TinyModel:
-    """A target and a drafter over a few tokens; every context has its own laws.
+    """A target and a drafter over a few tokens. Each context has its own distributions.
 
-    `flavour`: `generic` laws are positive everywhere, `sparse` ones have zeros in different places, `equal` makes the
+    `flavour`: `generic` distributions are positive everywhere; `sparse` ones have zeros in different places; `equal` makes the
     drafter the target, `peaked` puts almost all mass on one token.
     """
 
@@ -149,7 +149,7 @@ def _level_draws(model: TinyModel, context: Context, sizes: Sequence[int], sibli
 
 
 def _orderings(distribution: Law, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Yield ordered draws without replacement until `count` are drawn or the law is empty."""
+    """Yield ordered draws without replacement until `count` are drawn or no probability is left."""
     count = min(count, int((distribution > 0).sum()))
     for tokens in itertools.permutations(range(len(distribution)), count):
         probability, left = 1.0, distribution.copy()
@@ -220,7 +220,7 @@ class Batch:
 
 
 def batch_of(model: TinyModel, trees: Sequence[DrawnTree], dtype: torch.dtype = torch.float64) -> Batch:
-    """Return the forest of the trees and the target's law after each node."""
+    """Return the forest of the trees and the target's distribution after each node."""
     contexts = [context for drawn in trees for context in drawn.contexts]
     rows = itertools.count()
     probs_rows = tuple(tuple(row if drawn else None for drawn, row in zip(tree.tree.draws, rows)) for tree in trees)
@@ -230,9 +230,9 @@ def batch_of(model: TinyModel, trees: Sequence[DrawnTree], dtype: torch.dtype = 
 
 
 def emitted_probs(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tensor) -> Law:
-    """Return the law of the text: path and extra token, completed by the target to one token more than the deepest tree.
+    """Return the distribution of sequences: path and extra token, completed by the target to one token beyond the deepest tree.
 
-    `stop_N`: probability that a tree's path ends at each packed node; `extra_NV`: law of the extra token there.
+    `stop_N`: probability that a tree's path ends at each packed node; `extra_NV`: distribution of the extra token there.
     """
     length = 1 + max(max(drawn.tree.depths) for drawn in batch.trees)
     weight: dict[Context, float] = {}
@@ -245,7 +245,7 @@ def emitted_probs(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tens
 
 
 def completed(model: TinyModel, prefix: Context, length: int) -> Law:
-    """Return the target's law of texts of `length` tokens that begin with `prefix`, flattened."""
+    """Return the target's distribution of sequences of `length` tokens that begin with `prefix`, flattened."""
     probs = np.zeros((model.vocab_size,) * length)
     probs[prefix] = _continuations(model, prefix, length)
     return probs.reshape(-1)
@@ -259,7 +259,7 @@ def _continuations(model: TinyModel, prefix: Context, length: int) -> Law:
 
 
 def loss(model: TinyModel, distribution: Law) -> float:
-    """Return the largest error of a law of texts against the target's; 0 for a lossless rule."""
+    """Return the largest error of a distribution of sequences against the target's. It is 0 for a lossless rule."""
     length = round(np.log(distribution.size) / np.log(model.vocab_size))
     return float(np.abs(distribution - completed(model, (), length)).max())
 

@@ -1,6 +1,6 @@
-"""An EngineService without a model: it says what a script tells it to, as many tokens at a time as it is told.
+"""An EngineService without a model: it returns the tokens of a script, a given number at a time.
 
-Knows the engine's door and records. Deterministic; everything happens on the event loop.
+It implements the engine's interface and records. It is deterministic, and everything runs on the event loop.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ Script = Callable[[Request], Sequence[int]]
 
 
 def says(token_ids: Sequence[int]) -> Script:
-    """Return a script that says the same ids to everybody."""
+    """Return a script that gives the same ids for all requests."""
     return lambda _: token_ids
 
 
 def counting(request: Request) -> list[int]:
-    """Say ids that depend on the prompt and the seed, so that answers can be told apart."""
+    """Return ids that depend on the prompt and the seed, so that completions differ."""
     start = sum(request.prompt_ids) + (request.sampling.seed or 0) % 1009
     return [5 + (start + 7 * i) % 200 for i in range(request.sampling.max_tokens)]
 
@@ -169,7 +169,7 @@ class FakeEngine:
         return ids, FinishReason.LENGTH, None
 
     def _step(self, event: TokenEvent) -> None:
-        """Tell the listeners of one step that did nothing but this event."""
+        """Report to the listeners a step with this event only."""
         self.num_steps += 1
         stats = StepStats(
             step=self.num_steps,

@@ -1,4 +1,4 @@
-"""Every query of the dashboard, the alerts and the documents is asked of a Prometheus that scrapes a server at work."""
+"""Prometheus scrapes a working server and answers each query of the dashboard, the alerts and the documents."""
 
 import contextlib
 import math
@@ -62,7 +62,10 @@ def prometheus(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) 
 
 @contextlib.contextmanager
 def _traffic(server: RunningServer) -> Iterator[None]:
-    """Ask for short answers until the end, sampled and greedy by turns; so dear a drafter pays only if asked for."""
+    """Send short requests until the end, alternately greedy and sampled.
+
+    This drafter costs more than it gains, so the policy uses it only for requests that name a tree.
+    """
     is_over = threading.Event()
 
     def ask() -> None:

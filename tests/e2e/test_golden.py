@@ -37,7 +37,7 @@ SLOTS = SchedulerConfig(num_slots=4096, max_model_len=1024, max_step_tokens=48)
 
 @dataclass(frozen=True)
 class Golden:
-    """A preset's drafters and what `generate` says to the prompts."""
+    """A preset's drafters and the output of `generate` for the prompts."""
 
     model: CausalModel
     target: Target

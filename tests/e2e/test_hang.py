@@ -1,4 +1,4 @@
-"""A step that hangs, as those see it who speak HTTP: the probes tell of it, the worker is replaced, and the stream goes on."""
+"""A hung step over HTTP: the probes report it, the worker is replaced, and the stream continues."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.stress.growth import worker_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 _NUM_TOKENS = 400
-# The loop of any process that is begun with this stands still, in whatever it is doing, when it is told to; its threads go on.
+# SIGUSR1 blocks the main thread of each process that starts with this. Its other threads continue.
 _HANGS_WHEN_TOLD = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))\n"
 _PATIENCE_S = 600.0
 
@@ -35,7 +35,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningS
 
 
 def _awaited(server: RunningServer, status: int, least_restarts: int) -> dict[str, Any]:
-    """Return what /health says once it says it with a status, after so many restarts; /live says 200 all the while."""
+    """Return the body of /health once it has this status after so many restarts. /live returns 200 throughout."""
     end_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < end_s:
         health, live = server.get("/health"), server.get("/live")
@@ -44,7 +44,7 @@ def _awaited(server: RunningServer, status: int, least_restarts: int) -> dict[st
         if health.status_code == status and report["restarts"] >= least_restarts:
             return report
         time.sleep(0.05)
-    raise AssertionError(f"/health never said {status}")
+    raise AssertionError(f"/health never returned {status}")
 
 
 def _told(server: RunningServer, body: dict[str, Any], on_text: Callable[[], None] = lambda: None) -> str:

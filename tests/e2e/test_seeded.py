@@ -68,7 +68,7 @@ def _engine(drafter: str) -> Engine:
 
 @pytest.fixture(scope="module")
 def plain(cases: list[Case]) -> Texts:
-    """What plain decoding says, by an engine without a drafter."""
+    """Return the tokens of plain decoding, from an engine without a drafter."""
     requests = [case.request(str(number), Speculation(is_enabled=False)) for number, case in enumerate(cases)]
     return _run(_engine("none"), requests).texts
 
@@ -119,7 +119,7 @@ def _reference() -> PreTrainedModel:
 
 @torch.inference_mode()
 def _gap(case: Case, expected: tuple[int, ...], found: tuple[int, ...]) -> str:
-    """Say where the texts part and by how much plain decoding preferred its token: a gap near 1e-6 is a tie."""
+    """Report where the sequences differ and the score gap there. A gap near 1e-6 is a tie."""
     at = next((i for i, (one, other) in enumerate(zip(expected, found)) if one != other), min(len(expected), len(found)))
     text = [*case.prompt, *expected[:at]]
     probs_V = probs_of(_reference()(torch.tensor([text])).logits[:, -1].float(), [case.sampling])[0].double()

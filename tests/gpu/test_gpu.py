@@ -1,4 +1,4 @@
-"""The same step on a CUDA device: noise bit for bit, greedy and seeded text, laws on the device."""
+"""One step on a CUDA device: noise bit for bit, greedy and seeded sequences, and distributions on the device."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ MAX_STEPS = 2000
 
 @dataclass
 class Outcome:
-    """Everything one request was told."""
+    """All events of one request."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Random lives of an engine over tiny real models: requests come and are cancelled, slots run out, engines die and are followed.
 
-The canary watches every slot that is read. What is told is kept as a front end keeps it; the next engine goes on from there.
+The canary watches every slot that is read. The reported tokens are kept as a front end keeps them, for the next engine.
 """
 
 from dataclasses import dataclass, field, replace
@@ -40,7 +40,7 @@ _DRAFTS = st.builds(
 
 
 class Wishes:
-    """A policy that takes its trees from whoever turns the engine."""
+    """A policy that takes its trees from the caller of the engine."""
 
     name = "wishes"
 
@@ -59,7 +59,7 @@ class Wishes:
 
 @dataclass
 class Life:
-    """A request and what has been told of it, by however many engines."""
+    """A request and its tokens so far, from any number of engines."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Life:
 
 
 def plain_text(request: Request) -> list[int]:
-    """Return what plain decoding says."""
+    """Return the tokens of plain decoding."""
     engine = tiny_engine(model("llama"))
     engine.add(replace(request, speculation=Speculation(is_enabled=False)))
     token_ids: list[int] = []
@@ -157,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule()
     def die(self):
-        """The engine is gone; another goes on from what was told."""
+        """The engine is gone, and another continues from the reported tokens."""
         self.engine = self.new_engine()
         for request_id in self.alive:
             life = self.lives[request_id]
@@ -174,7 +174,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self):
         """Every request ends, at no less than a token of the oldest a step; a text that is a function of its request is right."""
-        if not self.lives or self.is_mid_step:  # nothing began, or a step failed and says so itself
+        if not self.lives or self.is_mid_step:  # nothing began, or a step failed and reports it itself
             return
         for _ in range(_LONGEST * len(self.alive)):
             if self.alive:

@@ -1,4 +1,4 @@
-"""A tokenizer as small as the tiny models' vocabulary, and what llguidance alone says of a text: a new matcher each time."""
+"""A tokenizer as small as the tiny models' vocabulary, and the verdict of a fresh llguidance matcher on a text."""
 
 from collections.abc import Sequence
 from functools import cache

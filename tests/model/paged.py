@@ -1,4 +1,4 @@
-"""Random batches as tables, with pools of keys and values: what attention over tables is asked, on whatever device there is."""
+"""Random batches as tables, with pools of keys and values: the inputs of attention over tables, on any device."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Rows and drafters made by hand, for tests of what lies between a plan and a verdict."""
+"""Handmade rows and drafters, for tests of the code between a plan and a verdict."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def decoding_row(
 
 
 class TableDrafter:
-    """A law for every last token: logits [V, V], by token. It is fed nothing."""
+    """A distribution for each last token: logits [V, V], by token. It needs no feeding."""
 
     name = "table"
     feeding = Feeding.TARGET_CACHE

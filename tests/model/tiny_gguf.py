@@ -47,7 +47,7 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.Q8_0,
     extra: Callable[[gguf.GGUFWriter], None] = lambda _: None,
 ) -> dict[str, np.ndarray]:
-    """Write the model with its matrices in a type; return what the file's tensors are worth, by transformers' names.
+    """Write the model with its matrices in a type; return the tensors' dequantized values, by transformers' names.
 
     Matrices of a type that gguf cannot make are of random bytes. `extra` may add fields and tensors.
     """

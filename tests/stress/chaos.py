@@ -1,8 +1,8 @@
 """Streams whose worker is killed again and again: `python -m tests.stress.chaos --streams 200 --kills 20`.
 
 A model in a real worker process with the canary among its slots, and `kill -9` at moments spread over all the tokens that there
-are to tell. Some streams are left early, some are read slowly, and requests that cannot run come in between. Each stream must
-bring the very tokens of an undisturbed engine, tokens told must be tokens counted, and the last worker must fall idle with every
+are to report. Some streams are left early, some are read slowly, and requests that cannot run come in between. Each stream must
+bring the very tokens of an undisturbed engine, each token must count once, and the last worker must fall idle with every
 slot free and sound books. A tiny random model, or with --model one that the server would serve, drafter and all; its texts are
 only then the same for certain if its rows are, in any batch (docs/precision.md).
 """
@@ -25,14 +25,14 @@ from engine.worker.restart_limits import Supervision
 from tests.clients import submitted
 from tests.stress.chaos_cast import Cast, Outcome, leaves_after, outcome_of, reads_slowly, undisturbed
 
-# Nobody is blamed for a busy machine, nor a request for kills that are ours.
+# A busy machine is no fault, and a request is not the cause of our kills.
 _SUPERVISION = Supervision(600.0, 600.0, min_backoff_s=0.01, max_backoff_s=0.05, max_deaths=100)
 _LAST_KILL = 0.95  # of the tokens: what is killed has work left
 _SLOW_READ_S = 0.01
 
 
 class CountingClient(WorkerClient):
-    """Counts what its workers tell, and notes when one has fallen idle, before which it checks its books."""
+    """Counts the tokens of its workers, and notes when one has become idle, before which it checks its books."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -53,7 +53,7 @@ class CountingClient(WorkerClient):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How it went. `kills`: how much had been told at each, as a share of what those have to tell whose readers stay."""
+    """The result. `kills`: the share of all tokens of remaining streams that was reported at each kill."""
 
     outcomes: tuple[Outcome, ...]
     refusals: tuple[ErrorCode | None, ...]
@@ -71,7 +71,7 @@ class Run:
         if (len(self.kills), self.num_restarts) != (cast.num_kills, cast.num_kills):
             faults.append(f"{len(self.kills)} kills, {self.num_restarts} restarts, {cast.num_kills} wanted")
         if self.num_told != self.num_counted:
-            faults.append(f"{self.num_told} tokens told, {self.num_counted} counted")
+            faults.append(f"{self.num_reported} tokens reported, {self.num_counted} counted")
         if self.num_used_slots:
             faults.append(f"{self.num_used_slots} slots are in use at the end")
         return faults
@@ -83,7 +83,7 @@ class Run:
             f"{sum(map(reads_slowly, range(len(self.outcomes))))} read slowly; {len(self.refusals)} requests refused\n"
             f"{len(self.kills)} workers killed, at {kills} of the tokens; {self.num_restarts} restarts, "
             f"{self.num_resumed} requests resumed\n"
-            f"{self.num_told} tokens told, {self.num_counted} counted; {self.num_used_slots} slots in use at the end"
+            f"{self.num_reported} tokens reported, {self.num_counted} counted; {self.num_used_slots} slots in use at the end"
         )
 
 
@@ -114,7 +114,7 @@ async def disturbed(cast: Cast, expected: Sequence[Outcome]) -> Run:
 
 
 async def _read(client: WorkerClient, number: int, request: Request) -> Outcome:
-    """Return what a stream brings to its reader, who may be slow and may leave."""
+    """Return the tokens that a stream brings to its reader, which may be slow and may leave."""
     events: list[TokenEvent] = []
     stream = submitted(client, request)
     async for event in stream:
@@ -149,7 +149,7 @@ async def _kill(client: CountingClient, num_kills: int, num_tokens: int, kills: 
 
 
 def main() -> None:
-    """Run it and say how it went."""
+    """Run it and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--kills", type=int, default=20)

@@ -1,4 +1,4 @@
-"""Who takes part in a chaos run: the engine, its streams and what each brings when nobody disturbs it."""
+"""The parts of a chaos run: the engine, its streams and the tokens that each brings undisturbed."""
 
 import random
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def chaos_request(number: int, most_tokens: int) -> Request:
 
 
 def leaves_after(number: int) -> int | None:
-    """Return after how many events the reader of a stream leaves; None for those who stay."""
+    """Return after how many events the reader of a stream leaves; None if it stays."""
     return 1 + number % 5 if number % 10 == 7 else None
 
 

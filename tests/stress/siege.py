@@ -1,6 +1,6 @@
 """Silent connections, slow bodies and streams that work, all together: `python -m tests.stress.siege --silent 5000`.
 
-A real server over a tiny model whose limit of descriptors is 1,024. The streams have seeds: they are asked for before, with
+A real server over a tiny model whose limit of descriptors is 1,024. The streams have seeds: they are requested before, with
 nothing beside them, and again once the connections are open. Meanwhile another process requests `/health`, each time over a new
 connection.
 """
@@ -76,7 +76,7 @@ class Siege:
 
 
 async def _stream(client: httpx.AsyncClient, number: int, plan: Plan) -> str:
-    """Return all that a stream says but its id and time."""
+    """Return the contents of a stream except its id and time."""
     body = {"model": "tiny", "prompt": f"stream {number}", "seed": number, "temperature": 1.0, "ignore_eos": True}
     said = []
     async with client.stream("POST", "/v1/completions", json=body | {"max_tokens": plan.num_tokens, "stream": True}) as answer:
@@ -95,7 +95,7 @@ async def _streams(server: RunningServer, plan: Plan) -> tuple[list[str], float]
 
 
 class _Silent(asyncio.Protocol):
-    """A connection on which nothing is said."""
+    """A silent connection."""
 
 
 async def _slow(port: int) -> None:
@@ -191,7 +191,7 @@ def besieged(folder: Path, plan: Plan) -> Siege:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = plan.num_silent + plan.num_slow + plan.num_streams + 500
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise SystemExit(f"this program needs {needed} descriptors: ulimit -Hn says {hard}")
+        raise SystemExit(f"this program needs {needed} descriptors: ulimit -Hn is {hard}")
     program = folder / "latebranch"
     program.write_text(f'#!/bin/sh\nulimit -n {_NUM_DESCRIPTORS} && exec "{PROGRAM}" "$@"\n')
     program.chmod(0o755)
@@ -205,7 +205,7 @@ def besieged(folder: Path, plan: Plan) -> Siege:
 
 
 def main() -> None:
-    """Run it and say what came of it."""
+    """Run it and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--silent", type=int, default=Plan().num_silent)
     parser.add_argument("--slow", type=int, default=Plan().num_slow)

@@ -87,7 +87,7 @@ def body_of(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def _is_left(number: int) -> bool:
-    """Return whether the client leaves the stream that it asked for."""
+    """Return whether the client leaves the stream that it requested."""
     return number % 2 == 0 and number % 10 == 8
 
 
@@ -136,7 +136,7 @@ def soaked(folder: Path, num_requests: int) -> Soak:
 
 
 def main() -> None:
-    """Run it and say what grew."""
+    """Run it and print what grew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
     with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,7 @@
 
 They leave at random moments: before a word, in the middle of a head or a body, before the first token, somewhere in a stream
 that they read or do not read, politely or with a reset. The queue is full all the while. Those that behave have a key of their
-own and must get every text whole; how long they wait for first tokens is told, with and without the storm. Afterwards nothing
+own and must get every completion whole. Their waits for first tokens are reported, with and without the storm. Afterwards nothing
 may be left.
 """
 
@@ -61,9 +61,9 @@ class Storm:
 
 @dataclass(frozen=True)
 class Plan:
-    """A storm to come: `seed` chooses what its clients do, who come within `spread_s` seconds and leave within `patience_s` more.
+    """A planned storm: `seed` chooses what its clients do, within `spread_s` seconds to begin and `patience_s` more to leave.
 
-    Some ask for grammars if it `has_grammars`. Before it each of those that behave sends `least_calm` requests.
+    Some request grammars if it `has_grammars`. Before it each well-behaved client sends `least_calm` requests.
     """
 
     num_clients: int
@@ -122,7 +122,7 @@ def _request(draw: random.Random, stream: bool, has_grammar: bool) -> bytes:
 
 
 async def _behaving(client: httpx.AsyncClient, number: int, weather: Weather, is_over: asyncio.Event, least: int) -> None:
-    """Ask for one seeded text after the other until it is over; each must be the first one's, whole."""
+    """Request one seeded completion after another until it is over. Each must be the first one's, whole."""
     prompt = [3 + number, 5, 7]
     body = {"model": "tiny", "prompt": prompt, "seed": number, "max_tokens": _CALM_TOKENS, "ignore_eos": True, "stream": True}
     first: list[str] | None = None
@@ -178,14 +178,14 @@ def rest(server: RunningServer, before: Sample) -> list[str]:
     """Wait until a server has come to rest and holds what it held; return what it still does and holds if it does not."""
     end_s = time.monotonic() + _REST_S
     while True:
-        time.sleep(0.5)  # what asks how it goes has left too
+        time.sleep(0.5)  # the measuring connection has left too
         left = [*more(before, sample(server), _MOST_KIB), *unrest_of(server.get)]
         if not left or time.monotonic() > end_s:
             return left
 
 
 def main() -> None:
-    """Run it and say how it went."""
+    """Run it and print the result."""
     from tests.conformance.folder import served_folder  # here, because it brings torch
 
     parser = argparse.ArgumentParser(description=__doc__)

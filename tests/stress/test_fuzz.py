@@ -12,7 +12,7 @@ from tests.fake_engine import FakeEngine, says
 from tests.stress.fuzz import fuzz, problem_of, text_of, unrest_of
 
 NUM_BODIES = 250
-SHORT = SchedulerConfig(num_slots=2048, max_model_len=128)  # a body that asks for all there is gets it soon
+SHORT = SchedulerConfig(num_slots=2048, max_model_len=128)  # a body without a limit gets its answer soon
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def ragged_scene():
 def long_scene():
     """Rows of 30 to 120 tokens with a branching tree; the last pass feeds 1 to 17 tokens of text: contexts of several blocks.
 
-    The positions of some end at 40, those of others lie on both sides of it.
+    Some positions end at 40; others are on both sides of it.
     """
     rng = random.Random(11)
     lengths = [

@@ -62,7 +62,7 @@ def check_order(batch: PackedBatch) -> None:
 
 
 def check_segment(batch: PackedBatch, segment: Segment, start: int) -> None:
-    """A token sees the slots its segment says, at their positions; padding sees one key and no key sees padding."""
+    """A token sees the slots of its segment, at their positions. Padding sees one key, and no key sees padding."""
     [(group, row)] = [
         (group, row)
         for group in batch.padded.groups

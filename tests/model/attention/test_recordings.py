@@ -202,7 +202,7 @@ class Remembering:
 
 
 class Replaying:
-    """As a graph does it: a replay leaves its results in the tensors of the recording, and nobody hears of it."""
+    """Behaves like a graph: a replay writes its results into the recorded tensors without calling hooks."""
 
     name = "as a graph"
 

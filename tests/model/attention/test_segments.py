@@ -1,4 +1,4 @@
-"""Segments of a chain and of a tree on its last token: who sees whom, where it stands, where it is written."""
+"""Segments of a chain and of a tree on its last token: visibility, positions, and the slots that are written."""
 
 from dataclasses import replace
 
@@ -14,7 +14,10 @@ from tests.strategies import token_trees
 
 
 def check(segment: Segment, certain_ids: list[int], tree: TokenTree, context_len: int, slots: list[int]) -> None:
-    """Compare with the meaning: a token sees the text before it, a node also its path, nobody anything else."""
+    """Compare with the definition: a token sees the sequence before it, and a node also sees its path.
+
+    Nothing else is visible.
+    """
     num_chain = len(certain_ids)
     texts = [list(range(index + 1)) for index in range(num_chain)]
     texts += [[*range(num_chain), *(num_chain - 1 + v for v in tree.path(node)[1:])] for node in range(1, tree.num_nodes)]

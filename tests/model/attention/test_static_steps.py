@@ -1,4 +1,4 @@
-"""Which engines replay passes, what that takes of memory, and what is said where they cannot."""
+"""Which engines replay passes, how much memory that takes, and the messages where they cannot."""
 
 import logging
 from dataclasses import replace

@@ -88,7 +88,7 @@ def test_the_policy_may_choose_the_tree():
 
 
 def draft_believed(self, forest, target_probs_NV, keys):
-    """Accept the first path whole, whatever the target says of it."""
+    """Accept the first path completely, whatever the target's probabilities."""
     return [
         Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
         for tree, one in zip(forest.trees, _JUDGE(self, forest, target_probs_NV, keys), strict=True)
@@ -96,12 +96,12 @@ def draft_believed(self, forest, target_probs_NV, keys):
 
 
 def uniform_residual(self, level, prefix_P):
-    """Draw the extra token from a uniform law."""
+    """Draw the extra token from a uniform distribution."""
     return torch.ones_like(_WEIGHTS(self, level, prefix_P))
 
 
 def from_the_root(self, forest, target_probs_NV, keys):
-    """Draw the extra token from the law after the root, wherever the path ends."""
+    """Draw the extra token from the distribution after the root, wherever the path ends."""
     roots_BV = target_probs_NV[list(forest.offsets[:-1])]
     extras = two_phase.draw(roots_BV, torch.tensor(two_phase._uniforms(keys, Stream.EXTRA), dtype=torch.float64)).tolist()
     return [Verdict(one.path, extra) for one, extra in zip(_JUDGE(self, forest, target_probs_NV, keys), extras, strict=True)]
@@ -160,7 +160,7 @@ class Kept(WithoutReplacement):
 
 @dataclass(frozen=True)
 class Table:
-    """Laws of tokens 3 to 5 under which a rule's slip shows in few samples, and its verifier, tree and slip."""
+    """Distributions of tokens 3 to 5 that expose an error of a rule in few samples, with its verifier, tree and error."""
 
     verifier: str
     slip: object
@@ -204,7 +204,7 @@ def table_report(table: Table) -> Report:
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_error_in_rule_formula_is_detected(table, monkeypatch):
-    """The rule itself, under the same laws, passes."""
+    """The unchanged rule passes under the same distributions."""
     assert is_lawful(table_report(table))
     broken = TwoPhase(table.verifier, table.slip, BottomUp())
     monkeypatch.setitem(rules._REGISTRY, table.verifier, lambda: broken)
@@ -212,7 +212,7 @@ def test_error_in_rule_formula_is_detected(table, monkeypatch):
 
 
 def likeliest_as_draws(asked, logits_PM, probs, vocab):
-    """Take the likeliest tokens for children and show the law as if they had been drawn from it."""
+    """Choose the likeliest tokens as children but hand over the distribution as if they had been drawn from it."""
     probs_PM = children._recorded_probs(asked, logits_PM, probs, vocab)
     width = max(node.num_draws for node in asked)
     return children._to_candidates(children._to_host(asked, probs_PM.topk(width).indices, probs_PM, vocab))

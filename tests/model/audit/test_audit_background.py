@@ -82,7 +82,7 @@ def unseeded(number: int, max_tokens: int = 8, **sampling) -> Request:
 
 
 def everything() -> list[Request]:
-    """Return requests of all kinds, with every parameter that a law depends on."""
+    """Return requests of all kinds, with every parameter that changes a distribution."""
     edits: dict[str, Any] = {
         "presence_penalty": 0.6,
         "frequency_penalty": 0.3,
@@ -102,7 +102,7 @@ def everything() -> list[Request]:
 
 @pytest.mark.usefixtures("numbered_secrets")
 def test_a_resumed_request_is_not_audited():
-    """Its first tokens were told by another engine: those that come here would be judged at the wrong places."""
+    """Another engine returned the first tokens. The audit would judge the later tokens at the wrong positions."""
     begun, resumed = greedy("begun", PROMPT), replace(greedy("resumed", PROMPT), progress=Progress((7, 8)))
     alone, both = (run(audited(), requests) for requests in ([begun], [begun, resumed]))
     assert sum(tally.num_tokens for tally in outcomes(both).values()) == 8
@@ -158,7 +158,7 @@ def test_noise_of_a_wrong_position_is_found(monkeypatch):
 
 
 def draft_believed(self, forest, target_probs_NV, keys):
-    """Accept the first path whole, whatever the target says of it."""
+    """Accept the first path completely, whatever the target's probabilities."""
     return [
         Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
         for tree, one in zip(forest.trees, _JUDGE(self, forest, target_probs_NV, keys), strict=True)
@@ -256,7 +256,7 @@ def forced_logits(engine, text):
     while forcing.is_running:
         done = forcing.step()
         engine.check_integrity()
-        assert done.num_tokens <= MAX_CHUNK_TOKENS, "a client who comes now would wait for all of them"
+        assert done.num_tokens <= MAX_CHUNK_TOKENS, "a new client would wait for all of them"
         if done.logits_NV is not None:
             assert len(done.logits_NV) <= MAX_CHUNK_LOGITS
             pieces.append(done.logits_NV)
@@ -368,7 +368,7 @@ def test_logits_that_are_not_finite_never_match():
 
 @pytest.mark.parametrize(("temperature", "num_binned"), [(0.4, 0), (0.6, 1)])
 def test_draws_within_rounding_fill_no_bin(temperature, num_binned):
-    """In bfloat16 a near tie is no mismatch, and where it is the whole law its draws are no test."""
+    """In bfloat16 a near tie is no mismatch. If the near tie carries the whole distribution, its draws test nothing."""
     auditor = Auditor(1.0, 4, tie_tolerance("bfloat16"), seed=0)
     auditor.select(unseeded(1, max_tokens=1, temperature=temperature))
     auditor.observe([TokenEvent("u1", (1,), finish=FinishReason.LENGTH)])
@@ -431,7 +431,7 @@ async def test_served_engine_reports_its_audit():
 
 
 async def audited_text(metrics):
-    """Return the exposition text once the audit has told of the request."""
+    """Return the exposition text once it reports the audit of the request."""
     while True:
         text = metrics.render().decode()
         if 'check="greedy",engine="0",model_name="tiny",outcome="match"} 8.0' in text:

@@ -20,7 +20,7 @@ LAW = torch.softmax(torch.linspace(3.0, -6.0, 40, dtype=torch.float64), 0)
 
 
 def drawn(probs_V, number, key):
-    """Return draws of a law by inverse distribution function."""
+    """Return draws from a distribution by its inverse distribution function."""
     points = uniforms([key], number)[0] * probs_V.sum()
     return torch.searchsorted(probs_V.cumsum(-1), points, right=True).clamp(max=len(probs_V) - 1).tolist()
 
@@ -45,7 +45,7 @@ def test_false_alarms_are_as_rare_as_promised():
 
 
 def test_stated_detection_power_is_reached():
-    """A law moved by just the detectable distance is found about nine times in ten; half the distance much less often."""
+    """A shift by the detectable distance is found about nine times in ten; half the distance much less often."""
     level, number = 1e-3, 400
     distance = sample_of(LAW, number, 0).detectable(level)
 
@@ -72,7 +72,7 @@ def test_tests_add_up():
 
 
 def transforms(order):
-    """Return the transform of draws from many laws, the tokens of each law in another order."""
+    """Return the transform of draws from many distributions, each with its tokens in another order."""
     probs_NV = torch.stack([LAW[torch.randperm(40, generator=torch.Generator().manual_seed(i))] for i in range(4000)])
     ids = [drawn(probs_V, 1, key)[0] for key, probs_V in enumerate(probs_NV)]
     return pit_values(order(probs_NV), ids, [uniform(5, i) for i in range(4000)])
@@ -128,7 +128,7 @@ def test_distribution_edge_is_as_wide_as_rounding(sampling, edge, outside):
 @pytest.mark.parametrize(("temperature", "tolerance"), [(0.001, 0.5), (1e-10, 1e-3)])
 @pytest.mark.parametrize("truncation", [{}, {"top_p": 0.95}])
 def test_near_tie_of_sharp_distribution_is_possible(temperature, tolerance, truncation):
-    """The bug: float32 laws underflow to 0 where a logit lies hardly below the top, and a sound engine was called lossy."""
+    """The bug: float32 probabilities underflow to 0 where a logit is slightly below the top. A sound engine was called lossy."""
     logits_NV = torch.tensor([[20.0, 20.0 - tolerance / 2, 20.0 - 2 * tolerance, 0.0]])
     sampling = SamplingParams(temperature, **truncation)
     support = support_of(lambda params: warped_probs(logits_NV, [params]), logits_NV, sampling, tolerance)

@@ -1,4 +1,4 @@
-"""The table of drafters: who runs what, in which order, over whose weights; and that its figures are the measurements'."""
+"""The table of drafters: which contender runs what, in which order and over which weights. Its figures are the measurements."""
 
 import json
 import sys
@@ -88,7 +88,7 @@ def test_a_line_adds_up_its_steps(two_rounds):
 def test_blocks_and_contenders_are_shuffled_each_round(two_rounds):
     rounds = [[one for one in two_rounds[1:] if one["round"] == number] for number in range(2)]
     assert len({tuple(place(one)[1:] for one in lines) for lines in rounds}) == 2
-    assert len({one["drafter"] for one in two_rounds[1 :: len(DRAFTERS)]}) > 1  # who begins a block
+    assert len({one["drafter"] for one in two_rounds[1 :: len(DRAFTERS)]}) > 1  # the first of a block
 
 
 def test_a_batch_runs_its_prompts_together(stable, tmp_path):

@@ -1,4 +1,4 @@
-"""The benchmark by load mixes what it says: every kind comes at every temperature, and all contenders get the same requests."""
+"""The load benchmark mixes kinds and temperatures evenly, and all contenders get the same requests."""
 
 import argparse
 from collections import Counter
@@ -24,7 +24,7 @@ def arguments(kinds=KINDS, temperatures=TEMPERATURES):
 
 
 def prompts_of(kinds, num_prompts=2):
-    """Return prompts whose first token tells the kind, kinds by turns."""
+    """Return prompts of alternating kinds. The first token of each encodes its kind."""
     return [(kind, number) for number in range(num_prompts) for kind in range(len(kinds))]
 
 

@@ -1,4 +1,4 @@
-"""The benchmark counts what it says, runs what it names, and fails when speculation changes a greedy text."""
+"""The benchmark counts correctly, runs the named cases, and fails when speculation changes greedy tokens."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_concurrency_is_kept(engine):
 
 
 def test_contender_with_fewest_tokens_steps_next():
-    """One says four tokens a step for the other's one, and all is said."""
+    """One engine emits four tokens a step, the other one token. Both finish all tokens."""
     engines = {"drafts": tiny_engine(*tiny_pair()), "plain": tiny_engine(*tiny_pair())}
     order: list[str] = []
     for name, one in engines.items():
@@ -72,7 +72,7 @@ class Noting(StepObserver):
 
 
 def test_a_request_that_fails_fails_the_benchmark(engine, monkeypatch):
-    """The bug: a failed request was counted as one that had said little."""
+    """The bug: a failed request was counted as one with few tokens."""
     failed = replace(engine.step(), events=(TokenEvent("bench-0", finish=FinishReason.ERROR, error="out of memory"),))
     monkeypatch.setattr(engine, "step", lambda: failed)
     monkeypatch.setattr(engine, "add", lambda _: None)

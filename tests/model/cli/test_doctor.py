@@ -1,4 +1,4 @@
-"""`latebranch doctor`: what it says of settings is what a start would find."""
+"""`latebranch doctor` reports for given settings what a start would find."""
 
 import json
 from pathlib import Path
@@ -207,5 +207,5 @@ def test_cache_uses_the_reported_bytes(family):
     while engine.has_work:
         engine.step()
     cache = engine.target.cache
-    num_slots = cache.num_slots + 1  # and nobody's
+    num_slots = cache.num_slots + 1  # and the dummy slot
     assert cache.num_bytes == num_slots * cache_bytes_per_token(model.module.config, torch.float32)

@@ -80,7 +80,7 @@ def test_examples_are_of_every_rule_and_prompt(work):
     drawn = [row for row, rule in enumerate(examples.rules) if rule == "traversal"]
     has_distribution = examples.scalars_RS[:, 3]
     assert (has_distribution[drawn] == 1.0).all()
-    assert has_distribution.sum() == len(drawn)  # a rule that ranks keeps no law of the drafter's
+    assert has_distribution.sum() == len(drawn)  # a deterministic rule keeps no draft distribution
 
 
 def test_a_second_run_collects_what_is_missing(work, monkeypatch):
@@ -200,7 +200,7 @@ def test_network_for_another_head_is_unused(work, tmp_path, caplog):
         engine_of(work, selector=str(work / "tokens.safetensors"), head=str(tmp_path / "other.safetensors"))
     net, made = SelectorNet.load(work / "tokens.safetensors")
     net.save(tmp_path / "old.safetensors", {name: value for name, value in made.items() if name != "head"})
-    engine_of(work, selector=str(tmp_path / "old.safetensors"), head=str(tmp_path / "other.safetensors"))  # it does not say
+    engine_of(work, selector=str(tmp_path / "old.safetensors"), head=str(tmp_path / "other.safetensors"))  # names no head
 
 
 def test_examples_of_another_head_are_not_extended(work, tmp_path, capsys):

@@ -164,7 +164,7 @@ def test_loss_gradient_equals_autograd(weight: float) -> None:
     (expected,) = torch.autograd.grad(plain.mean(), predicted)
     loss = distillation_loss(predicted, probs_NM, rows_MD, weight)
     (found,) = torch.autograd.grad(loss, predicted)
-    assert torch.allclose(loss, plain.mean(), atol=2e-2)  # the teacher's laws are bfloat16 and sum to about 1
+    assert torch.allclose(loss, plain.mean(), atol=2e-2)  # the teacher's probabilities are bfloat16 and sum to about 1
     assert torch.allclose(found, expected, atol=1e-3)
 
 
@@ -300,7 +300,7 @@ def test_sequences_shorter_than_chain_give_no_report() -> None:
 
 
 def test_evaluation_is_perfect_where_head_equals_target() -> None:
-    """A head that says nothing leaves uniform logits, and so does a target without output."""
+    """A head of zeros gives uniform logits, and so does a target without output."""
     head = tiny_head(vocab=torch.arange(61))
     output_VD = torch.zeros(61, 32)
     reports = evaluate(head, torch.randn(61, 32), output_VD, some_texts(), num_steps=3)

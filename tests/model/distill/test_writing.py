@@ -65,7 +65,7 @@ def test_states_are_the_models_own(model_of: Callable[[str], CausalModel], batch
 @pytest.mark.parametrize("batch", [3, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_that_are_replayed_write_the_same(family: str, batch: int) -> None:
-    """What a GPU captures, run here by itself: junk before prompts, after texts and in a batch that is not full is nobody's."""
+    """Runs here what a GPU captures. Junk before prompts, after sequences and in a partly filled batch belongs to no sequence."""
     model = tiny_model(family)
     for temperature in (0.0, 1.0):
         rows = [RunningJob(name, order) for name, order in orders(temperature).items()]

@@ -252,7 +252,7 @@ def test_no_text_changes(kind, config, tmp_path):
 @pytest.mark.usefixtures("poisoned_pools")
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
 def test_checkpoint_with_cached_text_proposes_as_alone(kind, tmp_path):
-    """Where the cache is sure the network is not asked, and nothing reads a state that was never made."""
+    """Where the cache is sure, the network does not run. No pass reads a state that was never computed."""
     drafter = drafter_of(tmp_path, kind, model("llama"), CROWDED)
     proposals = CheckedProposals(drafter, kind, "llama")
     require_plain_texts_beside_cached_text(drafter, CROWDED)

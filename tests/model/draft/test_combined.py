@@ -1,4 +1,4 @@
-"""Cached text and a model in one tree: nobody's text or law changes, the model is asked only where the cache is not sure."""
+"""Cached text and a model in one tree: no sequence and no distribution changes. The model runs only where the cache is unsure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ CHAIN = Expansion(6, 1, 0)
 
 
 class Counting:
-    """A drafter that counts its passes and sees to it that nothing is fed before what it stands on."""
+    """A drafter that counts its passes and asserts that the parents of fed tokens were fed before."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.name, self.feeding = drafter.name, drafter.feeding
@@ -151,7 +151,10 @@ def first_step(sampling: dict[str, Any]) -> tuple[list[int], int, int]:
 
 
 def test_forbidden_predicted_token_is_drafted_by_model():
-    """The cache was sure of the token, so no model was asked, and what was forbidden left the tree without a node."""
+    """The bug: the cache was sure of the token, so the model did not run.
+
+    The forbidden token was then removed without a replacement.
+    """
     forbidden: dict[str, Any] = {"logit_bias": ((own_greedy_text("llama", LONG, 1)[0], -100.0),)}
     request = greedy("r", LONG, 12)
     plain = run(tiny_engine(model("llama")), [replace(request, sampling=replace(request.sampling, **forbidden))])
@@ -175,7 +178,7 @@ class Stateful(TableDrafter):
 
 
 class Foretelling(TextCache):
-    """A cache that says the same after any text of a length: by length, a law and its chance."""
+    """A cache whose match depends on the sequence's length only: by length, a distribution and its chance."""
 
     def __init__(self, by_length: dict[int, tuple[dict[int, float], float]]) -> None:
         super().__init__()
@@ -201,7 +204,7 @@ def test_node_below_cached_trunk_feeds_the_trunk():
     growth, inner = grown(Foretelling({0: SURE_OF_3, 1: SURE_OF_3, 2: SURE_OF_3}), Expansion(4, 1, 0))
     assert growth.forest.trees[0].token_ids[:4] == (0, 3, 3, 3)
     assert growth.fed[0] == {0, 1, 2, 3}
-    assert inner.num_passes == 2  # the text, then the trunk with the node that asked
+    assert inner.num_passes == 2  # the sequence, then the trunk with the node that needs the model
     assert growth.sources[0] == (DraftSource.PREDICTION,) * 3 + (DraftSource.MODEL,)
 
 
@@ -230,7 +233,7 @@ MIXED = Foretelling({0: ({0: 0.25, 2: 0.75}, 0.6)})
 
 
 def mixture() -> torch.Tensor:
-    """Return the law at a node of which the cache is not sure: each side weighs as its odds to be right."""
+    """Return the distribution at a node where the cache is unsure. Each side's weight is its odds to be right."""
     trust = float((LAWS[0] ** 2).sum())
     odds_cached, odds_model = 0.6 / 0.4, trust / (1 - trust)
     weight = odds_cached / (odds_cached + odds_model)
@@ -340,7 +343,7 @@ def test_predicted_tokens_are_counted_drafted_and_accepted():
 
 
 class Trusting:
-    """A drafter as sure as can be: its likeliest token has nearly all of its law."""
+    """A drafter of maximal certainty: its likeliest token has nearly all probability."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.name, self.feeding, self._drafter = drafter.name, drafter.feeding, drafter
@@ -357,10 +360,10 @@ class Trusting:
 
 @pytest.mark.parametrize("expansion", [CHAIN, parse_expansion("noise_aware.8.5.4")], ids=str)
 @pytest.mark.parametrize("by_library", [True, False])
-def test_prediction_counts_as_its_own_source(by_library, expansion, monkeypatch):
-    """A penalty that moves nothing has the model asked everywhere: what is foretold might be hindered.
+def test_predicted_tokens_keep_their_source(by_library, expansion, monkeypatch):
+    """A penalty without effect makes the model run everywhere, because it might change a predicted token.
 
-    Chances are corrected, and what comes of them learnt, as of the model's tokens.
+    Their chances are corrected, and their outcomes learnt, like those of the model's tokens.
     """
     if not by_library:
         monkeypatch.setattr(native, "can_mix", lambda device: False)

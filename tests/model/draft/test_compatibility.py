@@ -160,7 +160,7 @@ def test_differently_padded_drafter_changes_no_token(num_rows, tree):
 
 @pytest.mark.parametrize("num_rows", [48, 64])
 def test_tokens_without_target_row_are_not_drafted(num_rows):
-    """Nor what the drafter has none for: its chance is 0, and the law sums to 1."""
+    """Tokens without a drafter's row neither: their probability is 0, and the distribution sums to 1."""
     probs = []
 
     class Seen(RepaddedModel):
@@ -284,7 +284,7 @@ def test_tuned_model_does_not_match_the_lens(target, tmp_path):
 
 
 def checked(capsys, *flags: object) -> tuple[int, str]:
-    capsys.readouterr()  # what writing the folders said
+    capsys.readouterr()  # output of writing the folders
     status = server.cli.main.main(["drafter", "check", *map(str, flags)])
     captured = capsys.readouterr()
     return status, captured.out + captured.err

@@ -26,7 +26,7 @@ from tests.model.tiny import model, own_greedy_text, own_module
 
 
 def test_cached_distributions_are_proposed_where_available():
-    """The law is the share of continuations of the longest match; what was never seen stays a leaf."""
+    """The distribution is the share of continuations of the longest match. A context without a match stays a leaf."""
     trees = [GrowingTree(decoding_row(text, request_id=str(text))) for text in ((1, 2, 0, 3, 1, 2, 1, 3, 1, 2), (1, 2, 3))]
     proposal = TextDrafter(4, CPU).feed([], [FrontierNode(tree, ROOT, 1) for tree in trees])
     assert proposal.indices == (0,)
@@ -46,7 +46,7 @@ def test_ngram_trees_extend_matched_paths_only():
 
 
 def random_lens(num_layers: int = 2, width: int = 32, seed: int = 0) -> Lens:
-    """Return a lens near the identity, so that its drafts say something."""
+    """Return a lens near the identity, so that its drafts are meaningful."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.eye(width) + 0.05 * torch.randn(width, width, generator=generator)
     return Lens(
@@ -55,7 +55,7 @@ def random_lens(num_layers: int = 2, width: int = 32, seed: int = 0) -> Lens:
 
 
 def early_exit_logits(text: list[int], lens: Lens) -> torch.Tensor:
-    """Return what the drafter must say after the text: transformers' own state, the lens, the norm, the head."""
+    """Return the expected proposal after the sequence: transformers' own state, the lens, the norm, the head."""
     module = own_module("llama")
     with torch.inference_mode():
         states = module(input_ids=torch.tensor([text]), output_hidden_states=True, use_cache=False).hidden_states
@@ -118,7 +118,7 @@ def test_early_exit_keeps_tokens_and_shared_cache():
 @needs_library
 @pytest.mark.parametrize("prompt", [[7], [5, 12, 19, 26, 33]])
 def test_early_exit_shares_cache_of_rounding_target(prompt):
-    """Whoever writes first: of a prompt of one token that is the drafter."""
+    """Either may write first: for a prompt of one token it is the drafter."""
     target = adopt(tiny_module("llama"), CPU, NATIVE, "int8")
     engine = tiny_engine(target, TextDrafter(61, CPU), RandomExpansion(1))
     give_drafter(engine, early_exit_drafter(target, engine._target.cache, random_lens()))

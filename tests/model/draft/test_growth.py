@@ -1,4 +1,4 @@
-"""Growth: trees have the shape that was asked for, and their children the very law that is kept for the verifier."""
+"""Growth: trees have the requested shape. Children are drawn from exactly the distribution that the verifier gets."""
 
 from collections import Counter
 from dataclasses import replace
@@ -48,7 +48,7 @@ def path_text(text, tree: TokenTree, node: int) -> list[int]:
 
 
 def check_shape(tree: TokenTree, expansion: Expansion) -> None:
-    """Every node has the draws its depth and the paths through it ask for."""
+    """Each node has the draws that its depth and the paths through it need."""
     num_paths = {ROOT: 1}
     for node, drawn in enumerate(tree.draws):
         depth, fork = tree.depths[node], expansion.branches if tree.depths[node] == expansion.trunk else 1
@@ -78,7 +78,7 @@ def rows_of(several, sampling: SamplingParams, verifier: str, seed: int):
 @settings(max_examples=40)
 @given(batches, sampling_params(), st.integers(0, 2**62))
 def test_sampled_trees_have_their_shape_and_distributions(several, sampling, seed):
-    """`law_rows` names the processed law of the drafter after each node's path, and children come from its support."""
+    """`probs_rows` points at the drafter's processed distribution after each node's path. Children come from its support."""
     rows = rows_of(several, sampling, "traversal", seed)
     grown = grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows)
     for row, tree, probs_rows, fed in zip(rows, grown.forest.trees, grown.forest.probs_rows, grown.fed, strict=True):
@@ -135,7 +135,7 @@ def test_batch_mates_detect_draws_by_batch_index(monkeypatch):
     assert together[1] != grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows[1:]).forest.trees[0]
 
 
-# Laws of the next token over a vocabulary of four, by last token.
+# Distributions of the next token over a vocabulary of four, by last token.
 LAWS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.7, 0.1, 0.1, 0.1]])
 FORK = Expansion(1, 2, 1)
 
@@ -149,7 +149,7 @@ def forks(num_seeds: int = 4000, root_position: int = 2) -> list[tuple[int, int,
 
 
 def fork_z() -> float:
-    """Return how far trunk and branches are from independent draws of the laws."""
+    """Return how far trunk and branches are from independent draws."""
     distribution = {(t, a, b): float(LAWS[0, t] * LAWS[t, a] * LAWS[t, b]) for t, a, b in product(range(4), repeat=3)}
     return z_of_counts(Counter(forks()), {outcome: p for outcome, p in distribution.items() if p > 0})
 
@@ -245,7 +245,7 @@ def test_broken_draft_logits_end_the_tree(broken, sampling, verifier):
 
 @pytest.mark.parametrize("first_broken", range(4))
 def test_broken_logits_end_only_their_own_tree(first_broken):
-    """Offers are made kind by kind, and in each for the rows that have a law."""
+    """Offers are made kind by kind, and in each kind for the rows that have a distribution."""
     logits = LAWS.log().clone()
     logits[first_broken, 1] = float("nan")
     kinds = [(SAMPLED, "traversal"), (SAMPLED, "coupled"), (GREEDY, "coupled"), (SAMPLED, "nss")]

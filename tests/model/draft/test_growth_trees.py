@@ -1,6 +1,6 @@
 """Trees that find their own shape: each is drawn with the very probability that enumeration gives it, order of siblings included.
 
-The mutants are the mistakes of public code: siblings reordered, a draw thrown away, laws that are not those drawn from.
+The mutants are mistakes of public code: siblings reordered, a draw dropped, distributions other than those drawn from.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ from tests.model.distributions import probs_of
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, SAMPLED, TableDrafter, decoding_row
 
-# Laws of the next token over a vocabulary of four, by last token; one token cannot follow 2, the laws of 3 are nearly certain.
+# Distributions of the next token by last token. One token cannot follow 2; the distributions of 3 are nearly certain.
 LAWS = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.94, 0.02, 0.02, 0.02]])
 NUM_SEEDS = 5000
 
@@ -44,7 +44,7 @@ Shape = tuple[tuple[int, ...], ...]  # each node's children's tokens in sampling
 
 
 class Table:
-    """The table as an enumerated model: a context's law is its last token's."""
+    """The table as an enumerated model: a context's distribution is its last token's."""
 
     vocab_size = 4
 
@@ -79,7 +79,10 @@ def heap_probs(budget):
 
 
 def drawn_by(decide):
-    """Return the law of trees grown level by level; `decide(context, value)` says while what mass is left siblings are drawn."""
+    """Return the distribution of trees grown level by level.
+
+    `decide(context, value)` returns the remaining mass above which siblings are drawn.
+    """
 
     def families(context, value):
         goes_on = decide(context, value)
@@ -328,7 +331,7 @@ def test_next_draw_position_ignores_its_token(strategy_type):
 
 
 class Anticipating(Heap):
-    """A place is worth what its next token will be worth: the value-dependent ranking of public code."""
+    """The value of a place is the value of its next token: the value-dependent ranking of public code."""
 
     def _place_value(self, node, rank):
         odds = self._candidates[node].probs
@@ -379,12 +382,12 @@ def value_of(first: int) -> Callable[[tuple[int, ...]], float]:
 
 
 def test_nodes_that_moved_are_fed_again():
-    """A fed node's keys lie in the slot of the number it had: only where it kept the number may the drafter rely on them."""
+    """A fed node's keys are stored in the slot of its former number. The drafter may use them only if the number is unchanged."""
     assert check_fed(lambda strategy: strategy.finish()) > 20
 
 
 def check_fed(grown_of) -> int:
-    """Grow beams over random laws of twelve tokens; return how many fed nodes were dropped or moved."""
+    """Grow beams over random distributions of twelve tokens. Return how many fed nodes were dropped or moved."""
     generator = torch.Generator().manual_seed(0)
     num_changed = 0
     for _ in range(200):
@@ -550,7 +553,7 @@ def outcomes(
         odds = np.exp(logits / unit - np.logaddexp.reduce(logits / unit))
         gumbels = rng.gumbel(size=len(odds)) * (not is_greedy)
         taken = int((unit * (distribution * np.log(odds) + noise * gumbels) + rng.gumbel(size=len(odds))).argmax())
-        place = None if taken == len(odds) - 1 else taken  # the last stands for all that are not among the best
+        place = None if taken == len(odds) - 1 else taken  # the last index means: not among the best
         seen.append(Outcome(odds.tolist(), [] if is_greedy else gumbels.tolist(), unit, place))
     return seen
 

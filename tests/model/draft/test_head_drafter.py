@@ -1,4 +1,4 @@
-"""A draft head at work: every proposal is what the net says by the book, what it keeps is true, and no text changes."""
+"""A draft head at work: each proposal equals the reference net's, its stored states are right, and no sequence changes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -122,7 +122,7 @@ def reads_its_own_feature(drafter, row):
 
 
 def reads_the_slot_before(drafter, row):
-    """Position 0 reads whatever lies in the last slot."""
+    """Position 0 reads the contents of the last slot."""
     return [row.slots[position - 1] for position in range(row.draft_len, row.draft_len + len(row.draft_ids))]
 
 
@@ -244,7 +244,7 @@ def test_no_text_changes(tree, config):
 
 @pytest.mark.usefixtures("poisoned_pools")
 def test_head_with_cached_text_proposes_as_alone():
-    """Where the cache is sure the head is not asked: its keys are written, and nothing reads a state that was never made."""
+    """Where the cache is sure, the head writes its keys without proposing. No pass reads a state that was never computed."""
     head = HeadDrafter("head", learnt_head(), model("llama"), CROWDED.num_slots)
     proposals = Proposals(head, learnt_head())
     require_plain_texts_beside_cached_text(head, CROWDED)
@@ -359,5 +359,5 @@ def test_file_without_a_matching_head_is_refused(name, why, tmp_path):
 
 def configured(folder: Path, head: str) -> EngineConfig:
     tiny_module().save_pretrained(folder / "model")
-    (folder / "model" / "tokenizer.json").write_text("{}")  # nobody reads it
+    (folder / "model" / "tokenizer.json").write_text("{}")  # only its existence is checked
     return EngineConfig(str(folder / "model"), drafter="head", head=str(folder / head), scheduler=CROWDED)

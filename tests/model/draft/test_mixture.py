@@ -1,4 +1,4 @@
-"""Cached text beside a model's law: the library mixes what torch mixes, and a mixture is what the weights say."""
+"""Cached text beside a model's distribution: the library mixes as torch does, and the mixture follows the weights."""
 
 import math
 

@@ -89,7 +89,7 @@ def engine_of(
 def crowd() -> list[Request]:
     """Greedy and seeded requests, some of whose texts repeat or are predicted, with tokens that the head does not know.
 
-    Two continue as often with one such token as with another, the smaller one said first or last.
+    Two continue equally often with one such token and with another. The smaller token comes first in one and last in the other.
     """
     predicted = Request(
         *("predicted", tuple(LONG), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), Speculation()),
@@ -110,7 +110,7 @@ Compare = Callable[[Growth, Growth], bool]
 
 
 def are_same(one: Growth, other: Growth) -> bool:
-    """Return whether two growths are equal; odds, noise and what nodes are worth up to rounding."""
+    """Return whether two growths are equal. Odds, noise and node values may differ by rounding."""
     facts, others = (
         (g.forest.trees, g.forest.probs_rows, g.fed, g.sources, g.rounds, g.num_rounds, g.passes, g.draft_probs)
         for g in (one, other)
@@ -181,7 +181,7 @@ def test_the_library_grows_the_same_trees(monkeypatch, with_texts):
         assert sources == {DraftSource.MODEL, DraftSource.CACHE, DraftSource.PREDICTION}
         assert any(token_id % 7 == 0 for tree in trees for token_id in tree.token_ids[1:]), "which the head does not know"
         fed = [fed for one, _ in pairs for fed, tree in zip(one.fed, one.forest.trees, strict=True) if tree.num_nodes > 1]
-        assert any(0 not in one for one in fed), "roots about which the head is not asked"
+        assert any(0 not in one for one in fed), "roots without a head pass"
 
 
 @pytest.mark.parametrize(("config", "precision"), [(CRAMPED, "float32"), (CRAMPED, "int8"), (ROOMY, "int8"), (ROOMY, "compact")])
@@ -350,7 +350,7 @@ def model_drafter() -> ModelDrafter:
 
 
 def test_more_tokens_than_are_compared(monkeypatch):
-    """A vocabulary of hundreds: the best 64 of a law are kept, and the others are nothing."""
+    """A vocabulary of hundreds: the best 64 probabilities are kept, and the rest are 0."""
     target = adopt(tiny_module(vocab_size=300), CPU, NATIVE)
     head = HeadDrafter("head", random_head(vocab_size=300), target, ROOMY.num_slots, NATIVE)
     engine = tiny_engine(target, head, Changing(), config=ROOMY)

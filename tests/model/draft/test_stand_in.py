@@ -23,7 +23,7 @@ LIMITS = SchedulerConfig(num_slots=900, max_model_len=256, max_step_tokens=64)
 
 def configured(folder: Path, head: str, stand_in: str | None = "ngram") -> EngineConfig:
     tiny_module().save_pretrained(folder / "model")
-    (folder / "model" / "tokenizer.json").write_text("{}")  # nobody reads it
+    (folder / "model" / "tokenizer.json").write_text("{}")  # only its existence is checked
     random_head().save(folder / "head", {})
     random_head(target_width=16).save(folder / "wide", {})
     save_file({"weight": eye(2)}, folder / "lens")

@@ -1,4 +1,4 @@
-"""A drafter that knows some tokens only: its trees, offers and laws are those of logits that rule the others out."""
+"""A drafter with a trimmed vocabulary: its trees, offers and distributions equal those of logits that mask the other tokens."""
 
 from dataclasses import replace
 

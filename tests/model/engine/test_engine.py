@@ -65,7 +65,7 @@ def generated(family: str, prompt: tuple[int, ...], num_tokens: int) -> list[int
 
 @cache
 def seeded_text(family: str, request: Request) -> list[int]:
-    """Return plain decoding's text by transformers' logits: each token the arg max of log law plus its position's noise."""
+    """Return plain decoding's tokens by transformers' logits: each the arg max of log probability plus its position's noise."""
     text = list(request.prompt_ids)
     for _ in range(request.sampling.max_tokens):
         distribution = probs_of(own_logits(family, [text])[:, -1], [request.sampling])[0].double()

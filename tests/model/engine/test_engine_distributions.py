@@ -1,4 +1,4 @@
-"""Losslessness of whole runs: over many seeds the first tokens follow the target's own law, whatever was drafted."""
+"""Losslessness of whole runs: over many seeds the first tokens follow the target's distribution, whatever was drafted."""
 
 import secrets
 from collections import Counter
@@ -45,7 +45,7 @@ WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, ma
 
 @cache
 def target_distribution() -> dict[tuple[int, ...], float]:
-    """Return the law of the first three tokens, by transformers' logits."""
+    """Return the distribution of the first three tokens, by transformers' logits."""
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         texts = list(distribution)
@@ -102,7 +102,7 @@ def test_named_verifiers_keep_the_targets_distribution(verifier, expansion):
     ("verifier", "expansion"), [("traversal", DELAYED), ("rrsw", DISTINCT[4]), ("hu", SET_TREE), ("coupled", NOISE_AWARE)]
 )
 def test_a_draft_head_keeps_the_targets_distribution(verifier, expansion):
-    """Its laws lack a third of the vocabulary, and other seeds have other trees in the slots beside."""
+    """Its distributions lack a third of the vocabulary. Other seeds have other trees in the adjacent slots."""
     engine = head_engine(learnt_head(), policy=FixedExpansion(expansion), config=WIDE)
     assert z_of_counts(triples(verifier, expansion, engine), target_distribution()) < PASSES_BELOW
 
@@ -143,7 +143,7 @@ def test_unseeded_requests_get_unlike_seeds():
 
 
 def draft_believed(self, forest, target_probs_NV, keys):
-    """Accept the first path whole, whatever the target says of it."""
+    """Accept the first path completely, whatever the target's probabilities."""
     return [
         Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
         for tree, one in zip(forest.trees, _JUDGE(self, forest, target_probs_NV, keys), strict=True)
@@ -175,7 +175,7 @@ def test_distribution_detects_unverified_drafts(monkeypatch):
 
 
 def misreport_draft_probs(monkeypatch):
-    """Draw from one law and hand over a flatter one."""
+    """Draw from one distribution and hand over a flatter one."""
     drawn_iid = children._sample_iid
 
     def misreported(asked, logits_PM, probs, vocab):

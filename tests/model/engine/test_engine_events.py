@@ -1,4 +1,4 @@
-"""What requests are told: where texts end, aborts, broken logits, refusals, log-probabilities, and numbers that add up."""
+"""Events of requests: ends, aborts, broken logits, refusals, log-probabilities, and consistent counts."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ CHAIN = Expansion(4, 1, 0)
 
 
 def perfect_engine(expansion: Expansion = CHAIN) -> Engine:
-    """Return an engine whose drafter is its target: whole paths are accepted, so ends lie inside them."""
+    """Return an engine whose drafter is its target. Whole paths are accepted, so sequences end inside them."""
     return tiny_engine(model("llama"), model("llama"), FixedExpansion(expansion))
 
 
@@ -118,7 +118,7 @@ def broken_engine(drafter: bool) -> Engine:
     "kind", [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams()], ids=["greedy", "seeded", "unseeded"]
 )
 def test_nan_fails_only_its_own_request(kind, has_drafter):
-    """Its mates go on, and who gets its slots afterwards reads nothing of what it left there."""
+    """The other requests continue. A request that gets its slots afterwards reads none of its keys."""
     engine = broken_engine(has_drafter)
     broken = Request("broken", (5, BROKEN_ID, 7), replace(kind, max_tokens=8, ignore_eos=True))
     mates = [greedy("greedy", LONG), sampled("seeded", LONG[:7], seed=3, top_k=3)]
@@ -174,7 +174,7 @@ def test_id_in_use_is_refused_then_free():
 
 
 def check_logprobs(session: Session, requests: list[Request]) -> None:
-    """Compare with the raw law of a teacher-forced pass, at every emitted token."""
+    """Compare with the raw log-probabilities of a teacher-forced pass, at every emitted token."""
     for request in requests:
         outcome = session.outcomes[request.request_id]
         num_top = request.sampling.num_logprobs
@@ -198,7 +198,7 @@ def requests_with_logprobs() -> list[Request]:
 
 
 def test_logprobs_are_the_targets_own():
-    """Every token has one, those accepted inside trees too; none is asked for, none is given."""
+    """Each token has one, also when accepted inside a tree. Without a request for them there are none."""
     requests = requests_with_logprobs()
     engine = tiny_engine(*pair("llama"), RandomExpansion(2))
     session = run(engine, [*requests, greedy("silent", LONG)])

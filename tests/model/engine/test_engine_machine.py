@@ -20,7 +20,7 @@ def test_engine(pytestconfig):
 
 
 class ForgetsATold(EngineMachine):
-    """The mutant: the last token told is forgotten with the engine that told it."""
+    """The mutant: the last reported token is lost with its engine."""
 
     def resumed(self, life):
         return replace(super().resumed(life), progress=Progress(tuple(life.token_ids[:-1])))
@@ -35,7 +35,7 @@ _PREEMPT = Scheduler._preempt
 
 
 def keeps_its_length(scheduler, sequence):
-    """The mutant: who is preempted believes that the drafter still has its text."""
+    """The mutant: after a preemption the length of the drafter's cache stays."""
     draft_len = sequence.draft_len
     _PREEMPT(scheduler, sequence)
     sequence.draft_len = draft_len

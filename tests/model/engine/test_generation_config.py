@@ -24,7 +24,7 @@ SERVER = {"device": "cpu", "num_slots": 512, "max_model_len": 128, "policy": "fi
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model folder whose generation settings say how to sample."""
+    """Return a model folder whose generation settings define how to sample."""
     path = served_folder(tmp_path_factory.mktemp("model"))
     file = path / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **SETTINGS}))

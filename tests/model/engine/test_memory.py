@@ -1,4 +1,4 @@
-"""What is said of an engine's memory before anything is loaded is what it then holds; what does not fit is refused by parts."""
+"""The memory that is computed before loading equals what the engine then holds. What does not fit is refused by parts."""
 
 import json
 from dataclasses import replace
@@ -147,6 +147,6 @@ def test_head_keeps_its_states_and_feature_inputs(precision, config, tmp_path):
     assert isinstance(drafter, HeadDrafter)
     assert isinstance(drafter._head, NativeHead)
     num_slots = config.scheduler.num_slots + 1
-    pools = (drafter._pool, drafter._head._states)  # a row more each: what stands before all
+    pools = (drafter._pool, drafter._head._states)  # a row more each: the state before all positions
     of_pools = sum(pool.rows_SW[:num_slots].nbytes for pool in pools)
     assert memory_need(config, precision, CPU).draft_cache == drafter._cache.num_bytes + of_pools

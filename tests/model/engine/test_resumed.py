@@ -1,4 +1,4 @@
-"""A request that is resumed with what an engine before told of it: the rest is what that one would have said, counted once."""
+"""A request resumed from another engine's progress gets the rest of the same sequence. Each token counts once."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -124,12 +124,12 @@ def test_each_cut_goes_on_as_one_text(make: Callable[[], Engine], name: str) -> 
 
 
 def from_the_prompt(request: Request, progress: Progress) -> Request:
-    """The mutant: what was told is forgotten."""
+    """The mutant: the reported tokens are lost."""
     return replace(request, progress=Progress())
 
 
 def as_a_prompt(request: Request, progress: Progress) -> Request:
-    """The mutant: what was told becomes the prompt of a shorter request; penalties and prompt scores are then others."""
+    """The mutant: the reported tokens become the prompt of a shorter request, so penalties and prompt scores differ."""
     rest = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(progress.token_ids))
     return replace(request, prompt_ids=request.prompt_ids + progress.token_ids, sampling=rest)
 
@@ -174,7 +174,7 @@ def test_finished_request_has_nothing_to_resume() -> None:
 
 
 def test_a_step_is_noted_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told after the forward would say nothing of the one that kills."""
+    """A report after the pass would not name the request that kills the worker."""
     engine = with_a_model()
     notes: list[StepNote] = []
     engine.add_step_listener(notes.append)
@@ -254,13 +254,16 @@ BY_VALUE = [Expansion(0, 2, 2, "heap", 3), Expansion(0, 2, 2, "calibrated", 3)]
 
 @pytest.mark.parametrize("expansion", BY_VALUE, ids=str)
 def test_unseeded_requests_keep_their_distribution_when_resumed(expansion: Expansion) -> None:
-    """A tree whose nodes share a budget by value ends where later noise says so; a fresh seed behind it changed the law."""
+    """A tree that shares a budget by value ends depending on later noise.
+
+    The bug: a fresh seed behind it changed the distribution.
+    """
     assert z_of_counts(triples_cut_after_a_step(expansion, resumed), probs_of_triples()) < PASSES_BELOW
     assert z_of_counts(triples_cut_after_a_step(expansion, with_fresh_noise), probs_of_triples()) > FAILS_ABOVE
 
 
 def test_requests_without_a_seed_draw_unlike_ones() -> None:
-    """Also those of one answer; a copy of a request keeps its seed, and a seed that was asked for is the one that counts."""
+    """Choices of one answer also draw differently. A copy of a request keeps its seed, and a requested seed is used."""
     requests = [Request(str(index), PROMPT) for index in range(8)]
     assert len({request.seed for request in requests}) == 8
     assert replace(requests[0], progress=Progress((5,))).seed == requests[0].seed

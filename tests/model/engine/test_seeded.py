@@ -1,6 +1,6 @@
-"""Same seed, same text: whatever drafts, whoever shares the batch, however short of room, and after a restart.
+"""Same seed, same tokens: with any drafter, batch or shortage of slots, and after a restart.
 
-The text to be had is plain decoding's by transformers' logits (`seeded_text`); no engine has a part in it.
+The expected tokens are plain decoding's by transformers' logits (`seeded_text`), computed without an engine.
 """
 
 import multiprocessing
@@ -171,7 +171,7 @@ def test_crowds_detect_noise_of_another_position(monkeypatch):
         check_crowd(engine_of("llama", "model", TREE, ROOMY), is_cramped=False)
 
 
-# A restart: a worker process is killed, and the next one is asked again.
+# A restart: a worker process is killed, and the next one gets the request again.
 
 
 def build(config: EngineConfig) -> Engine:

@@ -54,7 +54,7 @@ def test_pools_are_created_at_first_write():
     for layer in (0, 3):
         cache.write(layer, torch.tensor([1]), torch.ones(1, 2, 4), torch.ones(1, 2, 6))
     assert cache.num_layers == 2
-    assert cache.num_bytes == 2 * (5 + 1) * 2 * (4 + 6) * 4  # and nobody's slot
+    assert cache.num_bytes == 2 * (5 + 1) * 2 * (4 + 6) * 4  # and the dummy slot
     keys, values = cache.gather(3, torch.tensor([[1, 1, 1]]))
     assert keys.sum((2, 3)).tolist() == [[8.0, 8.0, 8.0]]
     assert values.shape == (1, 3, 2, 6)

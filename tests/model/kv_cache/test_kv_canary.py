@@ -78,7 +78,7 @@ def shifted(slots: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def off_by_one_table(scheduler: Scheduler, *args: Any) -> Row:
-    """A context is read one slot further than it lies."""
+    """A context is read one slot beyond its own."""
     row = _ROW(scheduler, *args)
     return replace(row, slots=shifted(row.slots, row.context_len))
 
@@ -95,7 +95,7 @@ def first_nodes_kept(scheduler: Scheduler, sequence: Any, num_kept: int, path_sl
 
 
 def freed_while_used(pool: SlotAllocator, slots: Any) -> None:
-    """Somebody is told that a slot is free which is in use."""
+    """A listener learns that a used slot was freed."""
     _FREE(pool, slots)
     for tell in pool._listeners:
         tell([slot for slot in range(NUM_SLOTS) if pool._is_used[slot]][:1])

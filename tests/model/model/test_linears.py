@@ -83,7 +83,7 @@ def test_single_bfloat16_row_is_multiplied_like_others(num_rows):
 @needs_onednn
 @pytest.mark.parametrize("takes_it", [True, False])
 def test_format_refused_by_onednn_runs_in_torch(monkeypatch, takes_it):
-    """As bfloat16 is by processors with AVX2 alone, whatever it says of itself."""
+    """oneDNN refuses bfloat16 on processors with AVX2 alone, although it reports support."""
     monkeypatch.setattr(linear_backends, "_packs", lambda dtype: takes_it)
     module = tiny_module("llama")
     prepare_linears(module, "packed")

@@ -77,7 +77,7 @@ def test_models_we_cannot_drive_are_refused(config):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_check_kills_a_broken_mask(family, monkeypatch):
-    """A pass in which everything sees everything is not the model's own, and the check says so."""
+    """A pass in which all tokens see each other differs from the model's own, and the check reports it."""
     monkeypatch.setattr(
         Group, "bias", lambda group, window, dtype: torch.zeros_like(group.visible_BTL[:, None, None], dtype=dtype)
     )

@@ -1,4 +1,7 @@
-"""What a policy may see of roots: the model's own states and laws at the token before each, and nothing before it asks."""
+"""A policy's view of roots: the model's states and distributions at the token before each.
+
+Nothing is kept before it is needed.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +34,7 @@ def column(facts: RootFacts, row: int, name: str) -> float:
 
 
 def check_root(facts: RootFacts, row: int, text: Sequence[int]) -> bool:
-    """Hold what is said of a root, the text's last token, against transformers; return whether the drafter's law was known."""
+    """Compare the facts about a root, the last token, with transformers. Return whether the draft distribution was known."""
     module, head = own_module("llama"), learnt_head()
     ids_BT = torch.tensor([text[:-1]])
     with torch.inference_mode():
@@ -47,7 +50,7 @@ def check_root(facts: RootFacts, row: int, text: Sequence[int]) -> bool:
 
 
 def check_draft(facts: RootFacts, row: int, text: Sequence[int], path: Sequence[int]) -> None:
-    """Hold what is said of the drafter's law against the net's own: `path` are tokens before the root that were drafted."""
+    """Compare the facts about the drafter's distribution with the net. `path` are the drafted tokens before the root."""
     history = text[: len(text) - 1 - len(path)]
     draft_V = (head_logits(learnt_head(), own_module("llama"), history, path) / TEMPERATURE).softmax(-1)
     probs_V = (own_logits("llama", [text[:-1]])[0, -1] / TEMPERATURE).softmax(-1)

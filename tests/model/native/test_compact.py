@@ -1,4 +1,4 @@
-"""Compact weights: what GGUF files hold is found in the fewest bits, lies where it is looked for, and is multiplied with."""
+"""Compact weights: the contents of GGUF files are found in the fewest bits, stored in the expected layout, and multiplied."""
 
 import ctypes
 
@@ -125,7 +125,7 @@ def test_weights_off_grid_round_to_8_bits(num_outputs, num_inputs, seed, size):
     assert error(weight_OI, held_OI) <= 0.5001 / 127
 
 
-# where it lies
+# layout
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -144,7 +144,7 @@ def test_what_is_packed_is_unpacked(bits, shape):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("output", "place"), [(0, 0), (17, 6), (70, 45), (101, 63)])
 def test_code_is_stored_in_the_quad_line(bits, output, place):
-    """As `compact.h` says: the four lines of a quad together, one of 16 outputs each, four inputs of an output side by side."""
+    """As in `compact.h`: the four lines of a quad together, one of 16 outputs each, four inputs of an output side by side."""
     compact = compact_weights(random(bits, 128, 64))
     record = compact_packed(compact)[output // BLOCK, place // GROUP].view(-1, 64)
     column, quad, byte = output % BLOCK // 16, place % GROUP // 4, 4 * (output % 16) + place % 4

@@ -1,4 +1,4 @@
-"""Our library's decoder: close to the model's own law, and each row's logits the same to the bit, whatever is beside it."""
+"""The library's decoder: close to the model's own distribution. Each row's logits have the same bits in any batch."""
 
 import math
 import random
@@ -135,7 +135,7 @@ def test_chunk_bits_equal_single_token_bits(num_tokens, precision):
 )
 @pytest.mark.parametrize("family", KNOWN)
 def test_distributions_are_near_those_of_the_model(family, precision, least, most):
-    """By total variation: equal up to rounding where weights are, and another law where they were rounded."""
+    """By total variation: equal up to rounding for rounded weights, and different from the original weights."""
     with torch.inference_mode():
         own_TV = own_module(family)(input_ids=torch.tensor([TEXT[:40]])).logits[0].softmax(-1)
     distance = float((alone(native(family, precision), TEXT[:40]).softmax(-1) - own_TV).abs().sum(-1).amax() / 2)
@@ -144,7 +144,7 @@ def test_distributions_are_near_those_of_the_model(family, precision, least, mos
 
 @pytest.mark.parametrize("family", KNOWN)
 def test_in_bfloat16_weights_alone_are_rounded(family):
-    """The law is that of the rounded model in float32."""
+    """The distribution is that of the rounded model in float32."""
     rounded = with_weights(tiny_module(family), torch.bfloat16).float()
     with torch.inference_mode():
         own_TV = rounded(input_ids=torch.tensor([TEXT[:40]])).logits[0]
@@ -197,7 +197,7 @@ def test_narrow_weights_halve_keys_and_values(precision):
 
 
 def test_key_and_value_layout_equals_torch():
-    """The last slot's too, and what is nobody's is written over nobody."""
+    """The last slot's layout too. The dummy slot is overwritten."""
     caches = []
     for target in (model("qwen2"), native("qwen2")):
         caches.append(cache := KVCache(7, CPU))
@@ -252,7 +252,7 @@ def test_pass_returns_any_rows_repeatedly(num_tokens, rows, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", KNOWN)
 def test_unread_tokens_keep_keys_for_others(family, precision):
-    """Behind the last layer's keys only those go on whose logits are wanted: first nobody, then some of two texts."""
+    """Behind the last layer's keys only tokens with requested logits continue: first none, then some of two sequences."""
     target, cache, whole = native(family, precision), KVCache(100, CPU), KVCache(100, CPU)
     first, then = [two_texts(begin, end) for begin, end in ((0, 20), (20, 45))]
     target.forward(first, cache, torch.arange(0))
@@ -298,7 +298,7 @@ def test_audit_reference_has_equal_bits(precision):
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("num_tokens", [1, 7, 200])
 def test_reported_logit_facts_equal_reading_them(num_threads, num_tokens, monkeypatch):
-    """Of equals that lie in different blocks the first, and no number where a text has one."""
+    """Of equal logits in different blocks it reports the first, and it reports NaN."""
     monkeypatch.setattr(library, "_num_threads", num_threads)
     target = with_equal_outputs()
     for _ in range(8):
@@ -358,7 +358,7 @@ def test_concurrent_passes_have_their_own_rows(monkeypatch):
     assert all(torch.equal(one, right) for one, right in zip(found, expected * 3, strict=True))
 
 
-# who watches
+# observers
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

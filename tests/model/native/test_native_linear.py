@@ -70,7 +70,7 @@ def test_row_bits_are_equal_in_any_batch(shape, precision):
 
 
 def test_the_comparison_sees_inputs_rounded_together():
-    """As a scale for the whole batch would do: the law of another model."""
+    """Like one scale for the whole batch: the distribution of another model."""
     native = layer("int8", 64, 64, False)[1]
     x = rows(4, 64)
     scale = x.abs().amax() / (127 * 128)
@@ -143,7 +143,7 @@ def test_any_number_of_axes_and_no_rows(precision):
     x = rows(6, 48)
     assert native(x.view(2, 3, 48)).equal(native(x).view(2, 3, 40))
     assert native(x[0]).equal(native(x)[0])
-    assert native(x[:, None].expand(6, 2, 48)[::2]).equal(native(x)[::2, None].expand(3, 2, 40)), "rows that do not lie together"
+    assert native(x[:, None].expand(6, 2, 48)[::2]).equal(native(x)[::2, None].expand(3, 2, 40)), "rows that are not contiguous"
     assert native(x.double()).equal(native(x))
     assert native(torch.zeros(1, 0, 48)).shape == (1, 0, 40)
 

@@ -1,4 +1,4 @@
-"""Every sampling parameter with a value that moves the law of a model of three tokens."""
+"""Each sampling parameter with a value that changes the distribution of a model of three tokens."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
-"""The law of whole texts, up to their end, of plain decoding by transformers' processors and of the engine by enumeration.
+"""The distribution of whole sequences: of plain decoding by transformers' processors, and of the engine by enumeration.
 
-Nothing of the engine decides what plain decoding does here: raw laws are numpy's, edits and truncation transformers', ends
-this module's. Of the engine are the drafter's laws, what the Judge hands to a verifier, the verifier's masses, and where a
-sequence ends.
+Plain decoding uses no code of the engine: raw distributions are numpy's, edits and truncation transformers', ends
+this module's. The engine provides the drafter's distributions, the Judge's inputs to a verifier, the verifier's masses, and
+the ends of sequences.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ TextLaw = dict[Context, float]
 
 
 class RequestedModel(TinyModel):
-    """Target and drafter of one request. `target` is plain decoding's law by transformers, `draft` the engine's own."""
+    """Target and drafter of one request. `target` is plain decoding's distribution by transformers, `draft` the engine's own."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         super().__init__(VOCAB_SIZE, MODEL_SEED)
@@ -86,7 +86,7 @@ class RequestedModel(TinyModel):
         return self.request.sampling
 
     def _engine_probs(self, raw: Law, context: Context) -> Law:
-        """Return the drafter's processed law: the one that is sampled and shown to the verifier."""
+        """Return the drafter's processed distribution: the one that is sampled and given to the verifier."""
         contexts = [SamplingContext(self.sampling, PROMPT, len(PROMPT), context)]
         edited_1V = edited_logits(torch.from_numpy(np.log(raw))[None], contexts, self.grammars)
         return np.asarray(warped_probs(edited_1V, [self.sampling])[0].double())
@@ -115,7 +115,7 @@ def _vocabulary() -> Vocabulary:
 
 
 def _plain_probs(sampling: SamplingParams, raw: Law, context: Context) -> Law:
-    """Return the law of the next token as transformers' `generate` has it, in float64."""
+    """Return the distribution of the next token as in transformers' `generate`, in float64."""
     processors = processors_of(sampling, len(PROMPT))
     if sampling.grammar is not None:
         processors.append(_Grammatical())
@@ -139,12 +139,12 @@ def _warpers(sampling: SamplingParams) -> LogitsProcessorList:
 
 
 def plain_texts(model: RequestedModel) -> TextLaw:
-    """Return the law of plain decoding's texts."""
+    """Return the distribution of plain decoding's sequences."""
     return _continued(model, ())
 
 
 def _continued(model: RequestedModel, text: Context) -> TextLaw:
-    """Return the law of texts that begin so and go on as plain decoding does, by this module's own idea of their end."""
+    """Return the distribution of plain decoding after this prefix. This module decides where sequences end."""
     if len(text) >= model.sampling.max_tokens or (text and text[-1] in model.sampling.stop_token_ids):
         return {text: 1.0}
     distribution: TextLaw = {}
@@ -156,7 +156,7 @@ def _continued(model: RequestedModel, text: Context) -> TextLaw:
 
 
 class Watcher:
-    """Stands in for a verifier and keeps what the Judge hands it."""
+    """Replaces a verifier and keeps its inputs from the Judge."""
 
     name = "watcher"
 
@@ -178,7 +178,7 @@ class Enumeration:
         self._batch = self._judged([tree for trees in grown.values() for tree in trees])
 
     def texts(self, rule: TwoPhase) -> dict[str, TextLaw]:
-        """Return the law of the engine's texts under a rule, for each growth that it is exact on."""
+        """Return the distribution of the engine's sequences under a rule, for each growth that it is exact on."""
         chosen = [b for b, growth in enumerate(self._growth_of) if is_exact(KINDS[growth], rule.name)]
         weights: dict[str, TextLaw] = {}
         batch = self._subset(chosen)
@@ -194,7 +194,7 @@ class Enumeration:
         return {growth: self._ended(distribution) for growth, distribution in weights.items()}
 
     def _judged(self, trees: list[DrawnTree]) -> Batch:
-        """Return the trees with the laws that the Judge hands to a verifier."""
+        """Return the trees with the distributions that the Judge gives to a verifier."""
         batch, watcher, judge = batch_of(self._model, trees), Watcher(), Judge(self._model.grammars)
         judge._verifiers["traversal"] = watcher
         judge.judge([request_row(self._model, "traversal")] * len(trees), batch.forest, self._model.raw_logits(trees))
@@ -207,7 +207,7 @@ class Enumeration:
         return Batch(trees, self._batch.forest.subset(chosen), self._batch.target_probs_NV[torch.tensor(rows)])
 
     def _ended(self, weights: TextLaw) -> TextLaw:
-        """Return the law of whole texts: a path and its extra token as the sequence accepts them, then plain decoding."""
+        """Return the distribution of whole sequences: the accepted path and extra token, then plain decoding."""
         distribution: TextLaw = {}
         for text, weight in weights.items():
             if weight > 0.0:
@@ -250,5 +250,5 @@ def growths(model: TinyModel) -> dict[str, list[DrawnTree]]:
 
 
 def distance(distribution: TextLaw, other: TextLaw) -> float:
-    """Return the largest difference of two laws of texts."""
+    """Return the largest difference of two distributions of sequences."""
     return max(abs(distribution.get(text, 0.0) - other.get(text, 0.0)) for text in {*distribution, *other})

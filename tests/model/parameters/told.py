@@ -1,4 +1,4 @@
-"""What a rule that leaves nothing to chance says for a seed, and what an engine tells of probabilities."""
+"""The tokens of deterministic rules for a seed, and the log-probabilities that an engine reports."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 
 
 def texts_differ(model: RequestedModel) -> int:
-    """Count the trees, over some seeds, after which the coupled rule (or greedy choice) does not say plain decoding's text."""
+    """Count the trees, over some seeds, after which the coupled rule (or greedy choice) differs from plain decoding."""
     trees = [tree for grown in growths(model).values() for tree in grown]
     forest, logits_NV = batch_of(model, trees).forest, model.raw_logits(trees)
     num_differ = 0
@@ -41,7 +41,7 @@ def texts_differ(model: RequestedModel) -> int:
 
 
 def _plain_text(model: RequestedModel, seed: int) -> Context:
-    """Return plain decoding's text: each token the likeliest, or the arg max of log law plus its position's noise."""
+    """Return plain decoding's tokens: the likeliest ones, or the arg max of log probability plus the position's noise."""
     text: Context = ()
     while len(text) < model.sampling.max_tokens and not (text and text[-1] in model.sampling.stop_token_ids):
         with np.errstate(divide="ignore"):
@@ -62,7 +62,7 @@ _NUM_TOP = 3
 
 
 def check_numbers(verifier: str) -> None:
-    """Run a tiny engine with that verifier, and compare what it tells of the answer and of the prompt with one plain pass."""
+    """Run a tiny engine with that verifier. Compare its log-probabilities of answer and prompt with one plain pass."""
     tree = default_tree(verifier)
     expansion = Expansion(1, 2, 2, tree) if tree in DELAYED_TREES else Expansion(0, 2, 3, tree, 5)
     sampling = replace(_BESIDE, num_logprobs=_NUM_TOP, num_prompt_logprobs=_NUM_TOP)

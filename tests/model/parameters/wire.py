@@ -1,4 +1,4 @@
-"""What each field of a request becomes in the engine, or the 400 that refuses it: asked of an app over an engine that notes."""
+"""The effect of each request field on the engine, or its 400, found by requests to an app over a recording engine."""
 
 import asyncio
 import json
@@ -171,7 +171,7 @@ def _grouped(by_form: dict[str, str]) -> dict[str, list[str]]:
 
 
 async def _fate(client: httpx.AsyncClient, engine: FakeEngine, form: str, given: dict[str, Any]) -> str:
-    """Send a request with and without the field and say what it changed."""
+    """Send a request with and without the field and return what it changed."""
     path, _, make = _ENDPOINTS[form]
     name = next(iter(given))
     engine.requests.clear()

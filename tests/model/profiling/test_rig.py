@@ -1,4 +1,4 @@
-"""The measuring rig: it runs what it says it runs, in a served engine's own caches, and leaves no trace in any text."""
+"""The step timer: it runs what its results claim, in a served engine's own caches, and changes no sequence."""
 
 from dataclasses import replace
 from math import inf
@@ -151,7 +151,7 @@ def test_another_machine_has_another_profile(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("drafter", ["head", "ngram"])
 def test_policy_knows_the_cost_of_fed_tokens(drafter, tmp_path, monkeypatch):
-    """Steps are counted by it, and must be foretold by it."""
+    """The predicted costs count these steps, so the timer must too."""
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)
     engine = head_engine(random_head()) if drafter == "head" else engine_and_rig(drafter)[0]

@@ -1,4 +1,4 @@
-"""The laboratory of trees: what it shares between trees changes none of them, and the table says what was measured."""
+"""Counterfactual trees: sharing between trees changes none of them, and the table contains the measurements."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def lab() -> Counterfactual:
 
 
 def check_distributions(laboratory: Counterfactual) -> None:
-    """The law after every node is the target's own after the text and the node's path."""
+    """The distribution after each node is the target's own after the sequence and the node's path."""
     point = laboratory.point(POINT, PLANTINGS, SAMPLING, Calibrations())
     for index, tree in enumerate(point.growth.forest.trees):
         paths = [[*TEXT[: POINT + 1], *(tree.token_ids[v] for v in tree.path(node)[1:])] for node in range(tree.num_nodes)]

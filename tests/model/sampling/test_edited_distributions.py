@@ -1,4 +1,4 @@
-"""Edits under speculation: every node of a tree has the law of its own text, so texts and laws are plain decoding's."""
+"""Edits under speculation: each node's distribution is edited for its own path, so sequences are plain decoding's."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def generated(edits: str) -> list[int]:
 
 @cache
 def seeded_text(edits: str) -> list[int]:
-    """Return plain decoding's text by transformers' logits and processors: at each place the arg max of log law plus noise."""
+    """Return plain decoding's tokens by transformers' processors: each the arg max of log probability plus noise."""
     request = request_of(edits, seed=11, temperature=0.8)
     sampling, text = request.sampling, list(PROMPT)
     while len(text) < len(PROMPT) + LONG and (len(text) == len(PROMPT) or text[-1] not in sampling.stop_token_ids):
@@ -94,7 +94,7 @@ def seeded_text(edits: str) -> list[int]:
 
 
 def probs_after(sampling: SamplingParams, texts: Sequence[Sequence[int]], num_prompt: int = len(PROMPT)) -> torch.Tensor:
-    """Return the float64 laws of what follows texts of one length: transformers' logits and processors, then temperature."""
+    """Return the float64 distributions after sequences of one length: transformers' logits and processors, then temperature."""
     scores = processors_of(sampling, num_prompt)(torch.tensor(texts), own_logits("llama", texts)[:, -1])
     return torch.softmax(scores.double() / sampling.temperature, -1)
 
@@ -151,7 +151,10 @@ def test_logprobs_are_the_raw_models():
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "traversal"])
 def test_fully_masked_ngram_proposals_draft_nothing(kind):
-    """What an n-gram drafter has seen may be masked, all of it; the law that was left was NaN, and nothing could be drawn."""
+    """The bug: all tokens that an n-gram drafter has seen were masked.
+
+    The distribution became NaN, and no token could be drawn.
+    """
     text = (7, 8) * 8
     fields: dict[str, Any] = {"temperature": 0.0} if kind == "greedy" else {"seed": 1}
     sampling = SamplingParams(max_tokens=6, ignore_eos=True, allowed_token_ids=(20, 21, 22), **fields)
@@ -162,7 +165,7 @@ def test_fully_masked_ngram_proposals_draft_nothing(kind):
     assert set(outcome.ids) <= {20, 21, 22}
 
 
-# The law, counted. Three tokens can come, so that triples can be counted and each soon comes again.
+# The counted distribution. Three tokens are possible, so triples can be counted and each soon occurs again.
 COUNTED = SamplingParams(
     temperature=3.0,
     frequency_penalty=2.0,
@@ -180,7 +183,7 @@ WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, ma
 
 @cache
 def target_distribution() -> dict[tuple[int, ...], float]:
-    """Return the law of the first three tokens, by transformers' logits and processors."""
+    """Return the distribution of the first three tokens, by transformers' logits and processors."""
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         nexts = probs_after(COUNTED, [[*SHORT, *text] for text in distribution], len(SHORT))

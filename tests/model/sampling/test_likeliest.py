@@ -1,4 +1,4 @@
-"""The likeliest tokens and the laws of rows of logits: the library's beside numpy's and torch's."""
+"""The likeliest tokens and the distributions of rows of logits: the library's beside numpy's and torch's."""
 
 import math
 

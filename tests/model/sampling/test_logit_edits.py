@@ -78,7 +78,7 @@ def check(edit, contexts: Sequence[SamplingContext], seed: int = 0) -> None:
 
 
 def check_distributions(probs_of, contexts: Sequence[SamplingContext], seed: int = 0) -> None:
-    """Check laws after edits and temperature."""
+    """Check distributions after edits and temperature."""
     logits_NV = random_logits(seed, len(contexts))
     for probs_V, logits_V, context in zip(probs_of(logits_NV, contexts), logits_NV, contexts, strict=True):
         wanted = torch.softmax(expected(logits_V, context).double() / context.sampling.temperature, -1)

@@ -1,4 +1,4 @@
-"""Tensor randomness is the integer kind's, number for number, and its Gumbel noise draws from a law."""
+"""Tensor randomness equals the integer kind, number for number, and its Gumbel noise draws from a distribution."""
 
 import math
 from collections import Counter
@@ -82,7 +82,7 @@ def test_the_comparison_kills(mutant):
 
 @needs_library
 def test_the_library_chooses_the_best_perturbed_token():
-    """Flat laws and peaked ones: most tokens are passed over without a logarithm, those that could be best are not."""
+    """Flat and peaked distributions: most tokens are skipped without a logarithm, but none that could be best."""
     keys = [stream_key(seed, 3, Stream.TOKEN) for seed in range(400)]
     sharpness_N1 = torch.linspace(0.0, 6.0, 401)[:, None]
     probs_NV = torch.softmax(torch.randn(401, 977, generator=torch.Generator().manual_seed(0)) * sharpness_N1, -1)
@@ -105,7 +105,7 @@ def test_invalid_distribution_has_no_finite_score():
 
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), max_size=8), st.integers(1, 30))
 def test_repeated_noise_request_returns_equal_noise(batches, vocab_size):
-    """Rows are kept for a while, and a row twice in a batch is made once: nobody may see that."""
+    """Rows are cached for a while, and a row that occurs twice in a batch is made once. Results do not change."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "can_choose", lambda device: False)
         patch.setattr(noise, "_MAX_KEPT", 60)
@@ -143,7 +143,7 @@ def test_gumbel_distribution_kills(mutant):
 
 
 def ranked(logits_PM, temperatures, sharpness, keys, ids_M, most=9, vocab_size=400):
-    """What the library ranks, by torch: columns, best first, their noise, and the law."""
+    """The library's ranking by torch: columns, best first, their noise, and the distribution."""
     probs_PM = torch.softmax(logits_PM / torch.tensor(temperatures)[:, None], -1)
     scores_PM, noise_PM = (
         probs_PM.double().log() * torch.tensor(sharpness)[:, None],
@@ -180,7 +180,7 @@ def test_the_library_ranks_the_best_tokens(is_noisy):
 @pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
 @pytest.mark.parametrize("sharpness", [0.25, 1.0, 2.5, 8.0])
 def test_no_draw_that_noise_lifts_is_missed(spread, sharpness):
-    """Draws whose noise cannot lift them among the best are passed over: of flat laws nearly all are still looked at."""
+    """Draws whose noise cannot lift them among the best are skipped. Flat distributions still examine nearly all."""
     logits_PM = torch.randn(8, 3000, generator=torch.Generator().manual_seed(3)) * spread
     keys = [stream_key(seed, 7, Stream.TOKEN) for seed in range(8)]
     for most in (1, 8, 64):

@@ -1,4 +1,4 @@
-"""docs/parameters.md tells what was found: under every verifier the law of every parameter is plain decoding's."""
+"""docs/parameters.md matches the found combinations: under each verifier each parameter keeps plain decoding's distribution."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -41,7 +41,7 @@ _LAW_CONTEXT = Row.sampling_context
 
 
 def path_forgotten(row: Row, path_ids: tuple[int, ...]) -> Any:
-    """The root's law at every node below it."""
+    """The root's distribution at every node below it."""
     return _LAW_CONTEXT(row, ())
 
 
@@ -92,7 +92,7 @@ def _cells(subject: Subject) -> dict[str, str]:
 
 @pytest.mark.parametrize("mutant", ["edited", "root"])
 def test_numbers_kill(mutant: str, monkeypatch: pytest.MonkeyPatch):
-    """Log-probabilities after the request's edits, or all of a step's told at its root."""
+    """Log-probabilities after the request's edits, or all of a step's reported at its root."""
     logprobs_of = judge.logprobs_of
 
     def spoilt(logits_NV: Any, nodes: list[int], ids: list[int], num_top: int) -> Any:

@@ -143,7 +143,10 @@ FEEDING = replace(ROOMY, max_running=4, max_step_tokens=16)  # the prefix takes 
 
 
 def test_bad_pass_caches_no_prompt_blocks(monkeypatch):
-    """The bug: chunks of a prompt were kept for others before any law had looked at them, and broke whoever found them."""
+    """The bug: chunks of a prompt were shared before their distributions were checked.
+
+    They broke the requests that reused them.
+    """
 
     def after_a_bad_pass() -> list[int]:
         engine = tiny_engine(model("llama"), config=FEEDING)
@@ -163,7 +166,7 @@ def test_bad_pass_caches_no_prompt_blocks(monkeypatch):
 def fates_with_a_bad_first_block(target: CausalModel) -> list[list[int] | ErrorCode | None]:
     """Return how three requests end, their texts or why not: the first block of all goes bad once the first has read it.
 
-    From then on it lies before the window of the layer that is bad there, for the first; the others read it.
+    From then on it is before the window of the bad layer, for the first request; the others read it.
     """
     engine, num_seen = tiny_engine(target, config=ROOMY), 20
     engine.add(greedy("1", PREFIX))
@@ -180,7 +183,10 @@ def fates_with_a_bad_first_block(target: CausalModel) -> list[list[int] | ErrorC
 
 @pytest.mark.parametrize("is_native", [False, pytest.param(True, marks=needs_library)])
 def test_bad_states_before_window_change_no_token(is_native, monkeypatch):
-    """Transformers' layers read it all the same, with weight zero, and NaN stays NaN; our library's do not, and who does ends."""
+    """Transformers' layers read them with weight zero, and NaN stays NaN, so their requests end.
+
+    The library's layers do not read them.
+    """
     target = native("gemma3") if is_native else model("gemma3")
     texts = [own_greedy_text("gemma3", prompt, 12) for prompt in (PREFIX, PREFIX[:20], PREFIX[:20])]
     expected = [ErrorCode.LOGITS_NOT_FINITE if number == is_native else text for number, text in enumerate(texts)]
@@ -201,7 +207,7 @@ def test_sharing_request_continues_without_the_feeder():
 
 
 def test_blocks_of_broken_request_are_not_reused():
-    """Logits that are not finite end a request; what it left may be as broken, and would break all who come after."""
+    """Logits that are not finite end a request. Its blocks may be broken too, and would break later requests."""
     engine = tiny_engine(model("llama"), config=ROOMY)
     session = run(engine, [greedy("1", PREFIX)], after_step=poison)
     assert session.outcomes["1"].finish is FinishReason.ERROR
@@ -211,7 +217,7 @@ def test_blocks_of_broken_request_are_not_reused():
 
 
 def test_own_empty_mask_evicts_no_shared_blocks():
-    """Anyone can ask for what cannot be; the model is as sound as before, and so is what is cached."""
+    """Any request can combine edits that mask all tokens. The model and the cache are sound."""
     engine = tiny_engine(model("llama"), config=ROOMY)
     run(engine, [greedy("1", PREFIX)])
     hopeless = greedy("2", PREFIX)

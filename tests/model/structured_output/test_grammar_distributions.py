@@ -1,4 +1,4 @@
-"""Texts held to grammars under speculation: they match, and texts and laws are plain decoding's with the same masks."""
+"""Sequences constrained by grammars under speculation: they match, and equal plain decoding with the same masks."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def is_whole(grammar: Grammar, text: str) -> bool:
 @cache
 @torch.inference_mode()
 def generated(grammar: Grammar) -> list[int]:
-    """Return what `generate` adds to the prompt with a processor that asks a new matcher at each token."""
+    """Return what `generate` adds to the prompt with a processor that uses a new matcher at each token."""
     ids = torch.tensor([PROMPT])
     out = own_module("llama").generate(
         ids,
@@ -85,14 +85,14 @@ def generated(grammar: Grammar) -> list[int]:
 
 
 def probs_after(grammar: Grammar, text: Sequence[int], temperature: float, num_prompt: int = len(PROMPT)) -> torch.Tensor:
-    """Return the float64 law of what follows a text, by transformers' logits and that processor."""
+    """Return the float64 distribution after a sequence, by transformers' logits and that processor."""
     scores = GrammarProcessor(grammar, num_prompt)(torch.tensor([text]), own_logits("llama", [text])[:, -1])
     return torch.softmax(scores[0].double() / temperature, -1)
 
 
 @cache
 def seeded_text(grammar: Grammar, seed: int) -> list[int]:
-    """Return plain decoding's text: at each place the arg max of log law plus noise."""
+    """Return plain decoding's tokens: each the arg max of log probability plus noise."""
     text = list(PROMPT)
     while len(text) < len(PROMPT) + LONG and text[-1] != EOS:
         distribution = probs_after(grammar, text, 1.5)
@@ -250,7 +250,7 @@ def test_the_distribution_and_the_texts_kill(mutant, monkeypatch):
 
 # What cannot go on.
 def test_sequence_fails_only_where_nothing_is_allowed():
-    """A drafted node without a law ended its request, though the text went elsewhere."""
+    """The bug: a drafted node without a distribution ended its request, although the path did not reach it."""
     grammar = Grammar(GrammarKind.REGEX, "a(b|c)1")
     dead_end = ((*ids_of("c"), *ids_of("1")),)  # after c nothing is left
     requests = [request_of(grammar, str(seed), seed=seed, temperature=6.0, bad_words=dead_end) for seed in range(24)]

@@ -1,4 +1,4 @@
-"""Masks along a tree are those that a new matcher gives for each node's whole text, whatever was asked before."""
+"""Masks along a tree equal those of a new matcher for each node's whole text, in any order of queries."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def walks(draw: st.DrawFn, grammar: Grammar, start: Sequence[int], most: int) ->
 
 @st.composite
 def questions(draw: st.DrawFn) -> tuple[Grammar, list[tuple[list[int], list[tuple[int, ...]]]]]:
-    """A grammar, and texts of it that grow or begin anew, each with paths to ask about."""
+    """A grammar, and sequences of it that grow or restart, each with paths to query."""
     grammar = draw(st.sampled_from(list(ALL.values())))
     steps: list[tuple[list[int], list[tuple[int, ...]]]] = []
     text: list[int] = []

@@ -159,7 +159,7 @@ def test_calls_are_bounded_between_their_marks_alone():
 
 
 def test_matcher_rereads_text_after_rollback():
-    """Masks depend on the text alone, whatever was asked before."""
+    """Masks depend on the text alone, whatever was queried before."""
     masks, grammar = GrammarMasks(CompiledGrammars(bytes_vocabulary)), schema({"type": "integer"})
     history = list(b"7" * MAX_DIGITS)
     for length in (MAX_DIGITS, 3, MAX_DIGITS - 1, MAX_DIGITS, 1):
@@ -171,7 +171,7 @@ def test_matcher_rereads_text_after_rollback():
 
 @pytest.mark.parametrize("text", [json.dumps(NESTED), json.dumps(NESTED, indent=2), '{"a\\\\":"\\"12","b":-12.345e+67}'])
 def test_positions_are_those_of_a_parser(text: str):
-    """At each byte outside of strings as many digits are counted as stand before it."""
+    """At each byte outside strings the count of digits equals the digits before it."""
     outside = re.sub(r'"(?:\\.|[^"\\])*"', lambda found: " " * len(found[0]), text)
     position = JsonPosition()
     for at, char in enumerate(text.encode()):

@@ -84,7 +84,7 @@ def schema_of(name: str, **more: Any) -> dict[str, Any]:
 
 
 def check_random(name: str, count: int = 600, **more: Any) -> None:
-    """Draw strings of a format beside other keywords, and ask a strict checker of each."""
+    """Draw strings of a format beside other keywords, and validate each with a strict checker."""
     schema = schema_of(name, **more)
     checker = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
     found = random_strings(matcher_of(schema), count)
@@ -134,7 +134,7 @@ def test_other_keywords_hold_beside_a_format(name: str, more: dict[str, Any]):
 
 
 def check_dates() -> None:
-    """Ask for every day that a month could have, in years of each kind."""
+    """Validate every day that a month could have, in years of each kind."""
     matcher = matcher_of(schema_of("date"))
     for year in (1, 1900, 1999, 2000, 2004, 2023, 2024, 2100, 2400, 9996):
         days = [(month, day) for month in range(14) for day in range(33)]
@@ -185,7 +185,7 @@ def test_overlong_string_is_refused_plainly():
 
 
 def check_places() -> None:
-    """A format is kept wherever a schema stands, under any name; in a constant it is text like any other."""
+    """A format applies wherever a schema occurs, under any name. In a constant it is ordinary text."""
     bad, good = "2023-02-29", "2024-02-29"
     is_date = {"type": ["string", "null"], "format": "date"}
     for schema, form in [

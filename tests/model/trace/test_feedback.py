@@ -1,4 +1,4 @@
-"""What an engine tells its policy of a step."""
+"""The feedback of an engine to its policy about a step."""
 
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionChoice, FixedExpansion, StepFeedback
@@ -22,7 +22,7 @@ class SeldomDrafts(RandomExpansion):
 
 
 def test_tokens_after_stop_are_no_gain(monkeypatch):
-    """Stop tokens soon cut long accepted paths: a policy hears of the tokens that were kept."""
+    """Stop tokens soon cut long accepted paths. A policy observes only the kept tokens."""
     config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
     engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
     heard: list[StepFeedback] = []
@@ -39,7 +39,7 @@ def test_step_reports_drafting_and_details_on_request(monkeypatch):
     heard: list[StepFeedback] = []
     monkeypatch.setattr(engine._policy, "observe", heard.append)
     run(engine, mixed_requests(max_tokens=16))
-    assert not any(one._outcomes or one._work for one in heard), "nobody has asked"
+    assert not any(one._outcomes or one._work for one in heard), "no detail was requested"
     for one in heard:
         wished = [outcome for outcome in one.outcomes if not outcome.expansion.is_plain]
         assert one.has_drafted == bool(wished)

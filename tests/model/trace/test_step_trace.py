@@ -1,4 +1,4 @@
-"""What a traced request is told of its steps: the models' own probabilities, its text, its parts; others are told nothing."""
+"""Step traces of a request: the models' own probabilities, its tokens, its parts. Untraced requests get none."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -71,7 +71,7 @@ def own_logits(module: PreTrainedModel, text: tuple[int, ...]) -> torch.Tensor:
 
 
 def own_probs(module: PreTrainedModel, text: Sequence[int], num_prompt: int, sampling: SamplingParams) -> torch.Tensor:
-    """Return the next token's law, made by hand: edits, temperature (1 for a greedy request), top-k."""
+    """Return the next token's distribution, made by hand: edits, temperature (1 for a greedy request), top-k."""
     logits = own_logits(module, tuple(text)).clone()
     for token_id, bias in sampling.logit_bias:
         logits[token_id] += bias
@@ -99,7 +99,7 @@ def traces_of(session: Session, name: str) -> list[RowTrace]:
 
 
 def check_distributions(session: Session, requests: Sequence[Request], target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Compare every told probability with the two models' own laws after the node's own text."""
+    """Compare each reported probability with the models' own distributions after the node's path."""
     for request in requests:
         text = list(request.prompt_ids)
         num_prompt = len(text)
@@ -128,7 +128,7 @@ def test_reported_probabilities_are_the_models(tree: str) -> None:
 
 
 def of_the_node_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law after a node, in place of its parent's."""
+    """The distribution after a node, in place of its parent's."""
     made = tree_probs._tree_probs
 
     def mutant(row, tree, verdict, draft_probs, logits_NV):
@@ -199,7 +199,7 @@ def engine_with_cached_text() -> Engine:
 
 
 def test_parts_report_the_source_of_nodes() -> None:
-    """A prediction comes back as one, text said before as cached, a model's tokens before the fork as trunk."""
+    """A prediction is reported as one, earlier text as cached, and a model's tokens before the fork as trunk."""
     said = run(engine_with_cached_text(), [greedy("said", LONG)]).outcomes["said"].ids
     predicted = replace(traced(greedy("foretold", LONG)), prediction_ids=tuple(said))
     repeated = traced(greedy("repeated", [*LONG, *LONG, *LONG[:4]]))

@@ -1,4 +1,4 @@
-"""Traces of real steps: what a trace says of a request is its text, and its trees are the trees that were judged."""
+"""Traces of real steps: the traced tokens of a request are its tokens, and the traced trees are the judged trees."""
 
 from dataclasses import replace
 from itertools import groupby
@@ -50,7 +50,7 @@ def rows_of(path: Path) -> dict[str, list[TracedRow]]:
 
 
 def check_trace(path: Path, session: Session, requests: list[Request]) -> None:
-    """Compare a trace with what the requests were told and with itself."""
+    """Compare a trace with the requests' events and with itself."""
     first, *records = read_trace(path)
     assert isinstance(first, TraceHeader)
     assert [record.stats for record in records if isinstance(record, TracedStep)] == session.stats
@@ -61,7 +61,7 @@ def check_trace(path: Path, session: Session, requests: list[Request]) -> None:
 
 
 def check_rows(rows: list[TracedRow], request: Request, text: list[int]) -> None:
-    """Check that rows follow each other: each tree hangs from the last token before it, and its outcome lies on its path."""
+    """Check that rows follow each other: each tree starts at the previous last token, and its outcome is on its path."""
     sampling = request.sampling
     told = [*request.prompt_ids]
     for row in rows:
@@ -80,14 +80,14 @@ def check_rows(rows: list[TracedRow], request: Request, text: list[int]) -> None
 @pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
 @pytest.mark.parametrize("config", [TIGHT, SchedulerConfig(num_slots=1024, max_model_len=64)], ids=["tight", "roomy"])
 def test_trace_reports_what_happened(drafter, config, tmp_path):
-    """Preempted requests too: what is fed a second time is not told a second time."""
+    """Preempted requests too: tokens that are fed twice are reported once."""
     requests = requests_of_all_kinds()
     session = traced_run(engine_of("llama", drafter, TREE, config), requests, tmp_path / "trace")
     check_trace(tmp_path / "trace", session, requests)
 
 
 def test_trace_contains_all_inputs_of_distributions(tmp_path):
-    """A reader who makes the laws again found no penalties, no bias and no masks."""
+    """The bug: penalties, bias and masks were missing, so a reader could not recompute the distributions."""
     limits: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "min_tokens": 2}
     tokens: dict[str, Any] = {"logit_bias": ((7, 1.5),), "allowed_token_ids": tuple(range(3, 20)), "bad_words": ((4, 5),)}
     sampling = SamplingParams(0.8, top_p=0.9, top_k=9, min_p=0.01, max_tokens=4, **limits, **tokens)

@@ -69,7 +69,7 @@ def test_greedy_step_reads_per_round_and_verdict(waits, monkeypatch, tree):
 
 
 def test_seeded_step_reads_per_round_and_depth(waits, monkeypatch):
-    """And once for what all rules are told of every row of logits."""
+    """And once for the logit facts that all rules use."""
     requests = [sampled("one", [5, 9, 33], seed=1, max_tokens=12)]
     reads, num_rounds, num_steps = reads_of(requests, waits, monkeypatch, "3.1.0")
     assert reads == num_rounds + num_steps + 12  # a depth for each token
@@ -82,7 +82,7 @@ def test_allowed_token_count_would_block_the_host(waits, monkeypatch):
 
 
 def test_drawing_rule_reads_twice_per_round(waits, monkeypatch):
-    """Whether draft laws are laws, and the draws; the likeliest tokens, which sums make sense, and the token that comes."""
+    """Validity of draft distributions and draws; the likeliest tokens, the validity of sums, and the accepted token."""
     requests = [sampled("one", [5, 9, 33], seed=1, verifier="traversal")]
     reads, num_rounds, num_steps = reads_of(requests, waits, monkeypatch, "2.2.1")
     assert reads == 2 * num_rounds + 3 * num_steps

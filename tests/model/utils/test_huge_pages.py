@@ -1,4 +1,4 @@
-"""Memory in huge pages: laid out as asked, apart from each other's, kept as long as it is used, and asked for of the system."""
+"""Memory in huge pages: as requested, disjoint, kept while used, and advised to the kernel."""
 
 import gc
 import mmap

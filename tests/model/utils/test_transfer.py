@@ -1,4 +1,4 @@
-"""Numbers arrive as they were sent, in one transfer, of the dtype that was asked for."""
+"""Numbers arrive unchanged, in one transfer, with the requested dtype."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What verdicts foretell comes out: over whole runs the accepted depth + 1 agrees with E[tau + 1 | tree], tree by tree."""
+"""Predictions of verdicts hold: over whole runs the accepted depth + 1 agrees with E[tau + 1 | tree], tree by tree."""
 
 import math
 from dataclasses import replace
@@ -97,7 +97,7 @@ class OffByOne(RecordingJudge):
 
 
 class OfTheWrongTree(OffByOne):
-    """Each tree is told its neighbour's number: the mean over a step is right, and no tree's is."""
+    """Each tree gets its neighbour's number: the mean over a step is right, but each tree's is wrong."""
 
     def judge(self, rows, forest, logits_NV, best=None):
         honest = RecordingJudge.judge(self, rows, forest, logits_NV, best)
@@ -123,7 +123,7 @@ def test_the_agreement_kills(verifier, mutant):
 
 
 def z_of_steps(stats: list[StepStats], outcomes: list[int]) -> float:
-    """Return how far, in standard errors, the outcomes of steps are from what each foretold."""
+    """Return how far, in standard errors, the outcomes of steps are from their predictions."""
     differences = [outcome - one.expected_tokens for one, outcome in zip(stats, outcomes, strict=True)]
     return abs(sum(differences)) / math.sqrt(sum(difference**2 for difference in differences))
 

@@ -1,4 +1,4 @@
-"""Each tree goes to the rule of its row, broken logits to nobody, and log-probabilities are the target's own."""
+"""Each tree uses the rule of its row, broken logits fail, and log-probabilities are the target's own."""
 
 from collections import Counter
 from dataclasses import replace
@@ -45,7 +45,7 @@ def target_logits(forest) -> torch.Tensor:
 
 
 def expected_verdict(row: Row):
-    """Return what the row's own rule says of its tree alone."""
+    """Return the verdict of the row's own rule on its tree alone."""
     forest = grow(growers_of(TableDrafter(TABLE), V, CPU), [row]).forest
     logits_NV = target_logits(forest)
     if row.sampling.is_greedy:
@@ -188,7 +188,10 @@ def roots_of(sampling: SamplingParams, verifier: str, num: int = 3) -> list[Row]
 @needs_library
 @pytest.mark.parametrize(("sampling", "own"), [(SamplingParams(temperature=0.8), "coupled"), (WARM, "traversal")])
 def test_single_root_is_drawn_the_cheapest_way(sampling, own):
-    """By the coupled rule where the library reads the logits and the law is a temperature's; it tells that one token comes."""
+    """The coupled rule applies where the library reads the logits and only temperature is set.
+
+    It reports that one token is accepted.
+    """
     rows = roots_of(sampling, "traversal")
     forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     logits_NV = target_logits(forest)
@@ -229,7 +232,7 @@ def of_library(monkeypatch, rows: list[Row]) -> list[StepKey]:
 
 @needs_library
 def test_rows_are_verified_independently_of_others(monkeypatch):
-    """Of rows of the coupled rule one that truncated once sent all the others the slow way, and their laws by other sums."""
+    """The bug: one truncating row sent all rows of the coupled rule the slow way. Their distributions then had other sums."""
     rows = rows_of([(SamplingParams(temperature=0.8), "coupled"), (WARM, "coupled"), (SamplingParams(), "coupled")])
     wanted = [rows[0].key, rows[2].key]
     assert of_library(monkeypatch, rows) == wanted

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts are the target's own, told once each, through chunks, preemption and trees beside them."""
+"""Log-probabilities of prompts are the target's own, reported once, with chunks, preemption and trees in the batch."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ CROWDED = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=90, max_m
 
 
 def requests_with_scores() -> list[Request]:
-    """Mixed requests that ask for ever more alternatives, one of a prompt of one token, and one that asks for nothing."""
+    """Mixed requests with ever more alternatives, one with a prompt of one token, and one without prompt scores."""
     requests = [*mixed_requests(max_tokens=16), greedy("short", [7])]
     asking = [replace(one, sampling=replace(one.sampling, num_prompt_logprobs=row)) for row, one in enumerate(requests)]
     return [*asking, greedy("silent", PROMPTS[2])]
@@ -133,7 +133,7 @@ BROKEN = "specinfer"
 
 
 def with_a_broken_probs(engine: Engine) -> Engine:
-    """Return the engine with NaN in the last law of each chunk of one request's prompt, and nowhere else."""
+    """Return the engine with NaN in the last distribution of each chunk of one request's prompt only."""
     forward = engine.target.forward
 
     def broken(plan, trees, places=()):
@@ -163,7 +163,7 @@ def check_a_broken_distribution_ends_its_request_alone(config: SchedulerConfig) 
 
 @pytest.mark.parametrize("config", [CROWDED, SchedulerConfig(num_slots=2048, max_model_len=256)], ids=["chunks", "whole"])
 def test_broken_prompt_distribution_fails_only_its_request(config):
-    """The bug: its log-probabilities were told as NaN, which JSON does not have."""
+    """The bug: its log-probabilities were reported as NaN, which JSON does not have."""
     check_a_broken_distribution_ends_its_request_alone(config)
 
 

@@ -128,11 +128,11 @@ def is_optimal_for_one(plan: NodePlan, mass: float) -> bool:
     return not isinstance(plan, TargetDraw)
 
 
-# Choices: the law that is told is the law of what is chosen.
+# Choices: the reported distribution is the distribution of the choice.
 
 
 def chosen_probs(selection: Selection, model: TinyModel, num_draws: int) -> tuple[Law, Law]:
-    """Return the law of the chosen token, by enumeration of the draws and as the selection tells it."""
+    """Return the distribution of the chosen token, by enumeration of the draws and as the selection reports it."""
     trees = delayed_trees(model, Expansion(0, num_draws, 1))
     batch = batch_of(model, trees)
     case = PlannedForest.of(batch.forest, batch.target_probs_NV, OneToken(AcceptChosen(selection)))
@@ -145,7 +145,7 @@ def chosen_probs(selection: Selection, model: TinyModel, num_draws: int) -> tupl
 
 
 class WorstRanked(BestRanked):
-    """Takes the worst-ranked draw and tells the law of the best."""
+    """Takes the worst-ranked draw and reports the distribution of the best."""
 
     def choose(self, trying: NodeFamilies) -> SelectedDraw:
         chance_AC = super().choose(trying).chance_AC
@@ -164,7 +164,7 @@ def test_distribution_of_the_chosen_draw_is_reported(selection: Selection, num_d
     assert np.abs(drawn - told).max() > 1e-2
 
 
-# The yardstick: mean gap to the optimum over random pairs of laws.
+# The reference: mean gap to the optimum over random pairs of distributions.
 
 
 def accepted_of(plan: NodePlan, pairs: Sequence[tuple[Law, Law]], num_draws: int) -> Law:
@@ -201,7 +201,7 @@ PUBLISHED_GAPS = {"khisti": 0.0, "spectr": 0.035, "specinfer": 0.055, "naive_tre
 
 
 def test_mean_gaps_to_optimum_match_known_values() -> None:
-    """Two draws of three tokens, 300 random pairs of laws; the known figures are of other random pairs."""
+    """Two draws of three tokens, 300 random pairs of distributions. The known figures are of other random pairs."""
     pairs = random_pairs(300, vocab_size=3, seed=0)
     gaps = {name: mean_gap(ON_DELAYED[name].plan, pairs, 2) for name in (*PUBLISHED_GAPS, "tournament")}
     for name, known in PUBLISHED_GAPS.items():

@@ -1,4 +1,4 @@
-"""The benchmark of verifiers runs and tells of each of them; times are not judged."""
+"""The benchmark of verifiers runs and reports each of them. Times are not judged."""
 
 import json
 import runpy

@@ -27,7 +27,7 @@ NUM_TOKENS = 12
 
 
 def any_tree(rng: random.Random) -> DrawnTree:
-    """Return a random tree of up to ten nodes grown by no law at all."""
+    """Return a random tree of up to ten nodes, grown without any distribution."""
     builder = TreeBuilder()
     contexts: list[Context] = [()]
     for _ in range(rng.randrange(10)):
@@ -68,7 +68,7 @@ def by_probs(forest: Forest, probs_NV: torch.Tensor, keys: list[StepKey]) -> lis
 
 
 def by_library(forest: Forest, probs_NV: torch.Tensor, keys: list[StepKey]) -> list[Verdict]:
-    """Judge logits of these laws, at a temperature that they are made for; rows lie among others."""
+    """Judge the logits of these distributions, at a temperature that they are made for. The rows are among others."""
     rows, temperatures = range(1, 2 * len(probs_NV), 2), [0.5 + b % 3 for b in range(len(forest.trees))]
     logits_NV = torch.full((2 * len(probs_NV), probs_NV.shape[1]), math.nan)
     of_tree = torch.tensor([t for t, tree in zip(temperatures, forest.trees) for _ in range(tree.num_nodes)])
@@ -133,7 +133,7 @@ def test_noise_of_another_position_is_noticed(shift, monkeypatch: pytest.MonkeyP
 
 
 def surprise_of_pairs(model: TinyModel, num_seeds: int) -> float:
-    """Return how far the counts of the first two tokens of a two-node path are from their law, in standard deviations."""
+    """Return how far the counts of a two-node path's first two tokens are from their distribution, in standard deviations."""
     likeliest = int(np.argmax(model.target(())))
     drawn = DrawnTree(TokenTree((-1, 0), (0, likeliest), ((1,), ())), ((), (likeliest,)), 1.0)
     batch = batch_of(model, [drawn])
@@ -148,7 +148,7 @@ def surprise_of_pairs(model: TinyModel, num_seeds: int) -> float:
 
 
 def test_tokens_at_two_depths_are_independent_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No equality of texts can see noise that is reused at the next position; the joint law can."""
+    """Equal sequences cannot reveal noise that is reused at the next position. The joint distribution can."""
     model = TinyModel(VOCAB, seed=2)
     assert surprise_of_pairs(model, 3000) < 5.0
     right = coupled._noise_key

@@ -55,7 +55,7 @@ def chi_square(counts: Tensor, distribution: Tensor) -> float:
 
 
 def joint_surprise(rule: TwoPhase, batch: Batch, keys: Sequence[StepKey]) -> float:
-    """Return how far the joint counts of (last node, extra token) are from the exact joint law."""
+    """Return how far the joint counts of (last node, extra token) are from the exact joint distribution."""
     outcomes = outcomes_of(rule, batch)
     counts = torch.zeros_like(outcomes.extra_NV)
     for verdict in verdicts_of(rule, batch, keys):
@@ -91,7 +91,7 @@ def test_draws_at_two_positions_are_independent(monkeypatch: pytest.MonkeyPatch)
 
 
 def first_token_surprise() -> float:
-    """Draft one token by the DRAFT stream as a drafter does, verify, and compare the law of the first token with p."""
+    """Draft one token by the DRAFT stream as a drafter does, verify it, and compare the first token's distribution with p."""
     model = TinyModel(3, seed=8)
     target, draft = torch.tensor(model.target(())), torch.tensor(model.draft(()))
     keys = [StepKey(seed, 3) for seed in range(NUM_SEEDS)]

@@ -22,7 +22,7 @@ from tests.model.verify.rules_under_test import READS_DRAFT, RULES, TRAVERSAL, o
 
 
 class UniformFallback(PlannedForest):
-    """The mutant that answers an empty residual with a uniform law."""
+    """The mutant that answers an empty residual with a uniform distribution."""
 
     def extra_weights(self, level: TreeLevel, prefix_P: Tensor) -> Tensor:
         weights_MV = self.plan.residual(self.families(level, prefix_P))

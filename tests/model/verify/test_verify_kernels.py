@@ -93,7 +93,7 @@ def _noted(method: Callable[..., object], waits: list[Tensor]) -> Callable[..., 
 
 @pytest.mark.parametrize("name", ["traversal", "specinfer", "naive", "nss", "tournament"])
 def test_the_host_waits_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the odds of where paths end, laws that make no sense included, and for the extra tokens."""
+    """For the odds of path ends, including invalid distributions, and for the extra tokens."""
     batch = one_tree(BRANCHES)
     assert waits_of(lambda: judge(RULES[name], batch, 6), monkeypatch) == 2
 

@@ -161,7 +161,7 @@ def test_small_divisor_is_lossy_large_is_not() -> None:
 
 
 class TellsDraftLaw:
-    """Chooses as another selection does and says that the chosen token has the draft law."""
+    """Chooses as another selection does and reports the draft distribution for the chosen token."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection

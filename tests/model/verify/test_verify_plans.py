@@ -42,7 +42,7 @@ def test_plan_accepting_all_drafts_gives_wrong_shares() -> None:
     assert np.abs(given - model.target(())).max() > 1e-2
 
 
-# The recursion V(A, a) of the theorem with explicit loops, and the law of the node at which it ends.
+# The recursion V(A, a) of the theorem with explicit loops, and the distribution of the node at which it ends.
 
 
 class Shares(NamedTuple):

@@ -93,7 +93,7 @@ def test_draft_ratio_without_draws_is_detected() -> None:
 
 
 def within_children(batch: Batch) -> Batch:
-    """Restrict each draft law to the children that were drawn from it."""
+    """Restrict each draft distribution to the children that were drawn from it."""
     draft_RV = torch.zeros_like(batch.forest.draft_probs_RV)
     for tree, probs_rows in zip(batch.forest.trees, batch.forest.probs_rows):
         for kids, row in zip(tree.children, probs_rows):

@@ -1,4 +1,4 @@
-"""The code of docs/adding-a-verifier.md runs as it stands: its rule is exact, its mutant is not, and the engine serves it."""
+"""The code of docs/adding-a-verifier.md runs unchanged: its rule is exact, its mutant is not, and the engine serves it."""
 
 import re
 from pathlib import Path

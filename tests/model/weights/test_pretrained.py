@@ -56,7 +56,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("model_type", ["own", None, "llama"])
 def test_code_of_a_model_folder_never_runs(model_type: str | None, tmp_path: Path, marker: Path, capsys) -> None:
-    """The bug: transformers asked on the terminal, and ran the code. A known type is served by transformers' own classes."""
+    """The bug: transformers prompted on the terminal, and ran the code. A known type is served by transformers' own classes."""
     folder = _folder(tmp_path / "model", marker)
     _edited(folder / "config.json", model_type=model_type, auto_map=AUTO)
     assert main(["doctor", "--model", str(folder)]) == (0 if model_type == "llama" else 2)
@@ -180,7 +180,7 @@ def _loads(path: Path) -> list[ast.Call]:
 
 
 def test_every_load_distrusts_the_folder() -> None:
-    """Each call of transformers' loaders says so itself, or is one of engine.weights.pretrained."""
+    """Each call of transformers' loaders passes `trust_remote_code=False`, or uses the flags of engine.weights.pretrained."""
     found = 0
     for path in (path for top in ("engine", "server", "selector", "benchmarks") for path in (ROOT / top).rglob("*.py")):
         for call in _loads(path):

@@ -113,7 +113,7 @@ def test_an_unknown_type_is_refused_by_number(tmp_path, number):
     ],
 )
 def test_scaled_rotary_frequencies_are_refused(tmp_path, fields, name):
-    """transformers leaves them out of what it reads of Llama's files, so that Llama 3.1's, say, became another model."""
+    """The bug: transformers omits them when it reads Llama's files, so Llama 3.1's became another model."""
     _write_with_frequencies(tmp_path / "tiny.gguf", **fields)
     with pytest.raises(WeightsError, match=f"{name} scales rotary frequencies, which is not supported"):
         convert.convert(tmp_path / "tiny.gguf", tmp_path / "out")
@@ -143,7 +143,7 @@ def _change_type(path: Path, tensor: str, kind: int) -> None:
 
 
 def test_mutant_keeping_file_row_order_differs(tmp_path, monkeypatch):
-    """The mutant of the test above: a file whose queries are not reordered stands for a converter that does not restore them."""
+    """The mutant of the test above: a file without reordered queries represents a converter that does not restore them."""
     monkeypatch.setattr(tiny_gguf, "_interleave", lambda rows, _: rows)
     folder, worth = _convert(tmp_path, "llama", "smollm", True)
     name = "model.layers.0.self_attn.q_proj.weight"

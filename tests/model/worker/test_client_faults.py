@@ -35,7 +35,7 @@ from tests.clients import SWIFT, collect, end_of, patiently, running, submitted,
 from tests.counting_engine import Trick, build_counting, build_unless_marked, build_without_weights, counting_request
 
 ENDLESS = 500_000
-LONG_HANG_LIMIT_S = 3600.0  # of skipped time: on a busy machine nobody is blamed who is only slow
+LONG_HANG_LIMIT_S = 3600.0  # of skipped time: on a busy machine a slow worker is not a hung one
 SILENCE_S = 4 * HEARTBEAT_S
 IMPATIENT = replace(SWIFT, min_backoff_s=0.01, max_backoff_s=0.02, max_deaths=1)
 PATIENT = replace(SWIFT, hang_limit_s=LONG_HANG_LIMIT_S)
@@ -111,7 +111,7 @@ async def test_client_losing_or_repeating_events_is_detected(
 
 
 def build_noise_aware(config: EngineConfig) -> SteppedEngine:
-    """Return a tiny target whose drafter's trees end where the noise of later positions says so."""
+    """Return a tiny target whose drafter's trees end depending on the noise of later positions."""
     from engine.core.policy import FixedExpansion  # here, so that the process that kills needs no torch
     from engine.testing import tiny_engine, tiny_pair
 
@@ -139,7 +139,7 @@ async def text_through_a_death(kind: type[WorkerClient], request: Request) -> li
 
 
 async def test_an_unseeded_request_keeps_its_noise() -> None:
-    """Each worker drew a seed of its own; noise behind a step that has been told must be that which ended the step."""
+    """Each worker drew its own seed. Noise after a reported step must be the noise that ended the step."""
     scheduler = SchedulerConfig(num_slots=4096, max_model_len=2048)
     request = Request("r", (5, 6, 7), SamplingParams(max_tokens=1000, ignore_eos=True))
     engine = build_noise_aware(EngineConfig("tiny", scheduler=scheduler))
@@ -263,7 +263,7 @@ async def check_a_hung_step_is_seen(client: WorkerClient, clock: SkippingClock, 
 
 
 def in_step(client: WorkerClient) -> frozenset[str]:
-    """Return who takes part in the step that the worker has begun."""
+    """Return the requests in the step that the worker has begun."""
     note = client._connection.last_note if client._connection else None
     return note.request_ids if note else frozenset()
 

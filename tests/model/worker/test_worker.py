@@ -213,7 +213,7 @@ def check_a_killed_parent_takes_the_worker_along(
 
 @pytest.mark.parametrize("moment", ["ready", "loading"])
 def test_a_killed_parent_takes_the_worker_along(tmp_path: Path, moment: str) -> None:
-    """Daemons die with a parent that exits in order only; kill -9 gives the parent no chance to tell them."""
+    """Daemons die only with a parent that exits in order. After kill -9 the parent cannot stop them."""
     check_a_killed_parent_takes_the_worker_along(tmp_path, moment)
 
 
