@@ -19,7 +19,7 @@ from engine.core.tree import Expansion, TokenTree
 from engine.verify.forest import Forest
 
 Context = tuple[int, ...]
-Law = NDArray[np.float64]
+Distribution = NDArray[np.float64]
 
 
 class TinyModel:
@@ -33,12 +33,12 @@ class TinyModel:
         self.vocab_size = vocab_size
         self._seed = seed
         self._flavour = flavour
-        self.target: Callable[[Context], Law] = cache(lambda context: self._probs("target", context))
-        self.draft: Callable[[Context], Law] = (
+        self.target: Callable[[Context], Distribution] = cache(lambda context: self._probs("target", context))
+        self.draft: Callable[[Context], Distribution] = (
             self.target if flavour == "equal" else cache(lambda context: self._probs("draft", context))
         )
 
-    def _probs(self, role: str, context: Context) -> Law:
+    def _probs(self, role: str, context: Context) -> Distribution:
         rng = np.random.default_rng([self._seed, zlib.crc32(role.encode()), *context])
         distribution = rng.dirichlet(np.full(self.vocab_size, 0.2 if self._flavour == "peaked" else 1.0)) + 1e-9
         if self._flavour == "sparse":
@@ -122,7 +122,7 @@ def set_and_sample_trees(model: TinyModel, set_sizes: Sequence[int]) -> list[Dra
 
 
 _Draws = tuple[tuple[Context, int], ...]
-_Siblings = Callable[[Law, int], Iterator[tuple[tuple[int, ...], float]]]
+_Siblings = Callable[[Distribution, int], Iterator[tuple[tuple[int, ...], float]]]
 
 
 def _level_trees(model: TinyModel, sizes: Sequence[int], siblings: _Siblings) -> list[DrawnTree]:
@@ -148,7 +148,7 @@ def _level_draws(model: TinyModel, context: Context, sizes: Sequence[int], sibli
             yield draws + tuple(itertools.chain(*(c[0] for c in combination))), probability * _product(c[1] for c in combination)
 
 
-def _orderings(distribution: Law, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
+def _orderings(distribution: Distribution, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
     """Yield ordered draws without replacement until `count` are drawn or no probability is left."""
     count = min(count, int((distribution > 0).sum()))
     for tokens in itertools.permutations(range(len(distribution)), count):
@@ -160,7 +160,7 @@ def _orderings(distribution: Law, count: int) -> Iterator[tuple[tuple[int, ...],
             yield tokens, probability
 
 
-def _set_and_sample(distribution: Law, set_size: int) -> Iterator[tuple[tuple[int, ...], float]]:
+def _set_and_sample(distribution: Distribution, set_size: int) -> Iterator[tuple[tuple[int, ...], float]]:
     """Yield the likeliest tokens with each draw off them, alone if nothing is left to draw."""
     fixed = tuple(token_id for token_id in np.argsort(-distribution)[:set_size].tolist() if distribution[token_id] > 0.0)
     rest = distribution.copy()
@@ -176,7 +176,7 @@ def heap_trees(model: TinyModel, budget: int) -> list[DrawnTree]:
     return list(_heap_trees(model, ((1.0, (), model.draft(())),), (), 1.0, budget))
 
 
-_Place = tuple[float, Context, Law]
+_Place = tuple[float, Context, Distribution]
 
 
 def _heap_trees(
@@ -229,7 +229,7 @@ def batch_of(model: TinyModel, trees: Sequence[DrawnTree], dtype: torch.dtype = 
     return Batch(tuple(trees), Forest(tuple(drawn.tree for drawn in trees), draft_probs, probs_rows), target_probs)
 
 
-def emitted_probs(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tensor) -> Law:
+def emitted_probs(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tensor) -> Distribution:
     """Return the distribution of sequences: path and extra token, completed by the target to one token beyond the deepest tree.
 
     `stop_N`: probability that a tree's path ends at each packed node; `extra_NV`: distribution of the extra token there.
@@ -244,21 +244,21 @@ def emitted_probs(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tens
     return sum((share * completed(model, text, length) for text, share in weight.items()), start=np.zeros(1))
 
 
-def completed(model: TinyModel, prefix: Context, length: int) -> Law:
+def completed(model: TinyModel, prefix: Context, length: int) -> Distribution:
     """Return the target's distribution of sequences of `length` tokens that begin with `prefix`, flattened."""
     probs = np.zeros((model.vocab_size,) * length)
     probs[prefix] = _continuations(model, prefix, length)
     return probs.reshape(-1)
 
 
-def _continuations(model: TinyModel, prefix: Context, length: int) -> Law:
+def _continuations(model: TinyModel, prefix: Context, length: int) -> Distribution:
     if len(prefix) == length:
         return np.ones(())
     distribution = model.target(prefix)
     return np.stack([distribution[y] * _continuations(model, (*prefix, y), length) for y in range(model.vocab_size)])
 
 
-def loss(model: TinyModel, distribution: Law) -> float:
+def loss(model: TinyModel, distribution: Distribution) -> float:
     """Return the largest error of a distribution of sequences against the target's. It is 0 for a lossless rule."""
     length = round(np.log(distribution.size) / np.log(model.vocab_size))
     return float(np.abs(distribution - completed(model, (), length)).max())

@@ -156,8 +156,8 @@ class FakeEngine:
         if (num_top := request.sampling.num_prompt_logprobs) is not None:
             scores = tuple(_logprobs(token_id, num_top) for token_id in request.prompt_ids[1:])
             half = len(scores) // 2  # as of a prompt that is fed in two chunks
-            told = TokenEvent(request.request_id, prompt_logprobs=scores[:half])
-            events = [told, replace(events[0], prompt_logprobs=scores[half:]), *events[1:]]
+            first_half = TokenEvent(request.request_id, prompt_logprobs=scores[:half])
+            events = [first_half, replace(events[0], prompt_logprobs=scores[half:]), *events[1:]]
         return [*events[:-1], replace(events[-1], finish=finish, stop_token_id=stop_id)]
 
     def _cut(self, request: Request) -> tuple[list[int], FinishReason, int | None]:

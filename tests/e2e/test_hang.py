@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 _NUM_TOKENS = 400
 # SIGUSR1 blocks the main thread of each process that starts with this. Its other threads continue.
-_HANGS_WHEN_TOLD = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))\n"
+_HANGS_ON_SIGUSR1 = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))\n"
 _PATIENCE_S = 600.0
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    (tmp_path / "sitecustomize.py").write_text(_HANGS_WHEN_TOLD)
+    (tmp_path / "sitecustomize.py").write_text(_HANGS_ON_SIGUSR1)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     model = str(served_folder(tmp_path / "model"))
     flags = ("--model", model, "--model-name", "tiny", "--drafter", "ngram", "--policy", "fixed", "--max-model-len", "512")
@@ -47,7 +47,7 @@ def _awaited(server: RunningServer, status: int, least_restarts: int) -> dict[st
     raise AssertionError(f"/health never returned {status}")
 
 
-def _told(server: RunningServer, body: dict[str, Any], on_text: Callable[[], None] = lambda: None) -> str:
+def _streamed(server: RunningServer, body: dict[str, Any], on_text: Callable[[], None] = lambda: None) -> str:
     """Return the text of a stream; `on_text` is called with each piece of it."""
     texts: list[str] = []
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=_PATIENCE_S) as answer:
@@ -62,7 +62,7 @@ def _told(server: RunningServer, body: dict[str, Any], on_text: Callable[[], Non
 
 def test_hung_step_is_detected_and_recovered(server: RunningServer) -> None:
     body = {"model": "tiny", "prompt": "hello world", "max_tokens": _NUM_TOKENS, "ignore_eos": True, "seed": 5, "stream": True}
-    undisturbed = _told(server, body)
+    undisturbed = _streamed(server, body)
     first_worker, has_begun = worker_of(server), list[int]()
 
     def hang() -> None:
@@ -71,7 +71,7 @@ def test_hung_step_is_detected_and_recovered(server: RunningServer) -> None:
             os.kill(first_worker, signal.SIGUSR1)
 
     with ThreadPoolExecutor(1) as pool:
-        disturbed = pool.submit(_told, server, body, hang)
+        disturbed = pool.submit(_streamed, server, body, hang)
         silent = _awaited(server, 503, 0)
         assert (silent["status"], silent["state"], silent["restarts"]) == ("silent", "ready", 0)
         assert "the engine has sent no heartbeat for" in silent["reason"]

@@ -71,12 +71,12 @@ def test_call_is_streamed_and_result_read(client: openai.OpenAI):
     ) as stream:
         (call,) = list(stream.get_final_completion().choices[0].message.tool_calls or [])
     assert (call.function.name, call.function.arguments) == whole
-    told = [
+    conversation = [
         *QUESTION,
         {"role": "assistant", "content": None, "tool_calls": [call.model_dump(include={"id", "type", "function"})]},
         {"role": "tool", "tool_call_id": call.id, "content": "It is 4 degrees and it rains."},
     ]
-    answer = client.chat.completions.create(model=PRESET, messages=told, tools=TOOLS, temperature=0, max_tokens=40)
+    answer = client.chat.completions.create(model=PRESET, messages=conversation, tools=TOOLS, temperature=0, max_tokens=40)
     assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
 
 

@@ -88,7 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.lives: dict[str, Life] = {}
-        self.num_told = self.num_counted = self.num_used_slots = 0
+        self.num_reported = self.num_counted = self.num_used_slots = 0
         self.is_mid_step = False
 
     @initialize(
@@ -149,7 +149,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_used_slots = output.stats.num_used_slots
         self.num_counted += output.stats.num_generated_tokens
         for event in output.events:
-            self.num_told += len(event.token_ids)
+            self.num_reported += len(event.token_ids)
             self.lives[event.request_id].take(event)
         self.engine.check_integrity()
         self.is_mid_step = False
@@ -168,8 +168,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def accounts_agree(self):
-        told = sum(len(life.token_ids) for life in self.lives.values())
-        assert told == self.num_told == self.num_counted
+        num_tokens = sum(len(life.token_ids) for life in self.lives.values())
+        assert num_tokens == self.num_reported == self.num_counted
         assert not self.lives or self.engine.has_work == bool(self.alive)
 
     def teardown(self):

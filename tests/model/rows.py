@@ -42,5 +42,5 @@ class TableDrafter:
         return self.extend(roots)
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
-        last = torch.tensor([asked.tree.token_ids[asked.node] for asked in frontier], dtype=torch.int64)
+        last = torch.tensor([node.tree.token_ids[node.node] for node in frontier], dtype=torch.int64)
         return Proposal(tuple(range(len(frontier))), self._logits_VV[last])

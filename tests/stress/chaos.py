@@ -36,14 +36,14 @@ class CountingClient(WorkerClient):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.num_told = self.num_counted = self.num_used_slots = 0
+        self.num_reported = self.num_counted = self.num_used_slots = 0
         self.is_idle = asyncio.Event()
 
     def _handle_event(self, event: WorkerEvent) -> None:
         super()._handle_event(event)
         match event:
             case StepResult(events, stats):
-                self.num_told += sum(len(event.token_ids) for event in events)
+                self.num_reported += sum(len(event.token_ids) for event in events)
                 if stats is not None:
                     self.num_counted += stats.num_generated_tokens
                     self.num_used_slots = stats.num_used_slots
@@ -60,7 +60,7 @@ class Run:
     kills: tuple[float, ...]
     num_restarts: int
     num_resumed: int
-    num_told: int
+    num_reported: int
     num_counted: int
     num_used_slots: int
 
@@ -70,7 +70,7 @@ class Run:
         faults += [f"a request that cannot run ended with {code}" for code in self.refusals if code != "request_refused"]
         if (len(self.kills), self.num_restarts) != (cast.num_kills, cast.num_kills):
             faults.append(f"{len(self.kills)} kills, {self.num_restarts} restarts, {cast.num_kills} wanted")
-        if self.num_told != self.num_counted:
+        if self.num_reported != self.num_counted:
             faults.append(f"{self.num_reported} tokens reported, {self.num_counted} counted")
         if self.num_used_slots:
             faults.append(f"{self.num_used_slots} slots are in use at the end")
@@ -109,7 +109,7 @@ async def disturbed(cast: Cast, expected: Sequence[Outcome]) -> Run:
         health = client.health
     finally:
         await client.stop()
-    counts = (client.num_told, client.num_counted, client.num_used_slots)
+    counts = (client.num_reported, client.num_counted, client.num_used_slots)
     return Run(tuple(outcomes), tuple(refusals), tuple(kills), health.num_restarts, health.num_resumed, *counts)
 
 
@@ -139,11 +139,11 @@ async def _kill(client: CountingClient, num_kills: int, num_tokens: int, kills: 
     draw = random.Random(num_kills)
     for number in range(num_kills):
         moment = (number + draw.random()) / num_kills * _LAST_KILL * num_tokens
-        while client.num_told < moment or client.health.state is not EngineState.READY or client.worker_pid is None:  # noqa: ASYNC110
+        while client.num_reported < moment or client.health.state is not EngineState.READY or client.worker_pid is None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await asyncio.sleep(draw.random() * 0.01)  # somewhere in a step
         os.kill(client.worker_pid, signal.SIGKILL)
-        kills.append(client.num_told / num_tokens)
+        kills.append(client.num_reported / num_tokens)
         while client.health.num_restarts < len(kills):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -156,11 +156,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=60, help="of the longest stream")
     parser.add_argument("--model", help="a preset, for example smollm2-135m; unset: a tiny random model")
     parser.add_argument("--dtype", default="int8", help="of that model")
-    asked = parser.parse_args()
-    if asked.model is None:
-        cast = Cast.tiny(asked.streams, asked.kills, asked.tokens)
+    args = parser.parse_args()
+    if args.model is None:
+        cast = Cast.tiny(args.streams, args.kills, args.tokens)
     else:
-        cast = Cast.served(asked.streams, asked.kills, asked.tokens, model=asked.model, dtype=asked.dtype, num_threads=1)
+        cast = Cast.served(args.streams, args.kills, args.tokens, model=args.model, dtype=args.dtype, num_threads=1)
     expected = undisturbed(cast)
     run = asyncio.run(disturbed(cast, expected))
     faults = run.faults(cast, expected)

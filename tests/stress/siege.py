@@ -78,12 +78,12 @@ class Siege:
 async def _stream(client: httpx.AsyncClient, number: int, plan: Plan) -> str:
     """Return the contents of a stream except its id and time."""
     body = {"model": "tiny", "prompt": f"stream {number}", "seed": number, "temperature": 1.0, "ignore_eos": True}
-    said = []
+    lines = []
     async with client.stream("POST", "/v1/completions", json=body | {"max_tokens": plan.num_tokens, "stream": True}) as answer:
         async for line in answer.aiter_lines():
-            said.append(line)
-    texts = [httpx.Response(200, content=line[6:]).json()["choices"][0]["text"] for line in said if '"choices":[{' in line]
-    return "".join(texts) + said[-2 if said[-1] == "" else -1]
+            lines.append(line)
+    texts = [httpx.Response(200, content=line[6:]).json()["choices"][0]["text"] for line in lines if '"choices":[{' in line]
+    return "".join(texts) + lines[-2 if lines[-1] == "" else -1]
 
 
 async def _streams(server: RunningServer, plan: Plan) -> tuple[list[str], float]:

@@ -91,7 +91,7 @@ def _is_left(number: int) -> bool:
     return number % 2 == 0 and number % 10 == 8
 
 
-async def _ask(client: httpx.AsyncClient, number: int) -> str:
+async def _request(client: httpx.AsyncClient, number: int) -> str:
     """Return how a request ended."""
     path, body = body_of(number)
     async with client.stream("POST", path, json=body) as response:
@@ -107,7 +107,7 @@ async def _worked(server: RunningServer, num_requests: int) -> Soak:
 
     async def work(client: httpx.AsyncClient, numbers: Iterator[int]) -> None:
         for number in numbers:
-            statuses[await _ask(client, number)] += 1
+            statuses[await _request(client, number)] += 1
 
     size = max(_LEAST_BETWEEN, num_requests // _MOST_SAMPLES)
     for first in range(0, num_requests, size):

@@ -36,5 +36,5 @@ def test_growing_resources_are_reported() -> None:
     little = {"memory of worker": before["memory of worker"] + 900, "series of metrics": 610.0, "files of worker": 29.0}
     assert more(before, {**before, **little}, 1000.0) == []
     after = {**before, "memory of worker": before["memory of worker"] + 1100, "files of worker": 31.0, "files of helpers": 1.0}
-    told = more(before, after, 1000.0)
-    assert [line.split(":")[0] for line in told] == ["memory of worker", "files of worker", "files of helpers"]
+    grown = more(before, after, 1000.0)
+    assert [line.split(":")[0] for line in grown] == ["memory of worker", "files of worker", "files of helpers"]

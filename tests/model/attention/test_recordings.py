@@ -119,8 +119,8 @@ def test_padding_states_in_a_slot_are_detected(monkeypatch):
     table_of = table.table_of
 
     def in_the_last_slot(batch, shape, columns, *rest):
-        asked = (0, CONFIG.num_slots - 1) if len(columns.outputs) > 1 else columns.outputs
-        return table_of(batch, shape, TableColumns(columns.tokens, asked), *rest)
+        outputs = (0, CONFIG.num_slots - 1) if len(columns.outputs) > 1 else columns.outputs
+        return table_of(batch, shape, TableColumns(columns.tokens, outputs), *rest)
 
     monkeypatch.setattr(recordings, "table_of", in_the_last_slot)
     with pytest.raises(AssertionError):
@@ -263,12 +263,12 @@ def test_logits_are_the_callers_own():
 def test_shape_fits_pass_with_little_padding(most, data):
     shapes = PaddingShapes(most)
     num_tokens = data.draw(st.integers(1, most))
-    num_asked = data.draw(st.integers(0, num_tokens))
-    shape = shapes.shape_of(num_tokens, num_asked)
+    num_outputs = data.draw(st.integers(0, num_tokens))
+    shape = shapes.shape_of(num_tokens, num_outputs)
     assert shape is not None
     assert shape in shapes.all
     assert num_tokens <= shape.num_tokens <= min(most, max(2 * num_tokens, 1))
-    assert num_asked <= shape.num_outputs <= shape.num_tokens
+    assert num_outputs <= shape.num_outputs <= shape.num_tokens
     assert shapes.all[0].num_tokens == most
     assert shapes.shape_of(most + 1, 1) is None
 

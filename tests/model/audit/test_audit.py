@@ -211,11 +211,11 @@ def test_error_in_rule_formula_is_detected(table, monkeypatch):
     assert not is_lawful(table_report(table))
 
 
-def likeliest_as_draws(asked, logits_PM, probs, vocab):
+def likeliest_as_draws(nodes, logits_PM, probs, vocab):
     """Choose the likeliest tokens as children but hand over the distribution as if they had been drawn from it."""
-    probs_PM = children._recorded_probs(asked, logits_PM, probs, vocab)
-    width = max(node.num_draws for node in asked)
-    return children._to_candidates(children._to_host(asked, probs_PM.topk(width).indices, probs_PM, vocab))
+    probs_PM = children._recorded_probs(nodes, logits_PM, probs, vocab)
+    width = max(node.num_draws for node in nodes)
+    return children._to_candidates(children._to_host(nodes, probs_PM.topk(width).indices, probs_PM, vocab))
 
 
 def test_ratio_rule_on_chosen_children_is_detected(monkeypatch):
@@ -297,6 +297,6 @@ def test_an_audit_repeats_itself():
 def test_no_seed_is_used_twice():
     settings = (Setting(SHARP, "traversal", DELAYED), Setting(SHARP, "specinfer", DELAYED))
     plan = AuditPlan(PROMPTS, settings, first_seed=7, num_samples=20, max_tokens=1, num_choice_tokens=1)
-    said = collect(tiny_engine(*pair("llama"), config=CONFIG), plan)
-    seeds = [text.seed for part in said.sampled for text in part.texts]
+    collected = collect(tiny_engine(*pair("llama"), config=CONFIG), plan)
+    seeds = [text.seed for part in collected.sampled for text in part.texts]
     assert len(set(seeds)) == len(seeds) == 80

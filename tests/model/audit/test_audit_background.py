@@ -67,7 +67,7 @@ def outcomes(session: Session) -> dict[str, Tally]:
     return totals
 
 
-def told(auditor: Auditor) -> AuditStats:
+def stats_of(auditor: Auditor) -> AuditStats:
     stats = auditor.taken_stats()
     assert stats is not None
     return stats
@@ -233,8 +233,8 @@ def test_aborted_request_is_judged_by_its_tokens():
     output = engine.step()
     engine.abort("g")
     session = run(engine, [])
-    num_said = min(8, sum(len(event.token_ids) for event in output.events))
-    assert outcomes(session) == {Check.GREEDY: Tally(num_said)}
+    num_tokens = min(8, sum(len(event.token_ids) for event in output.events))
+    assert outcomes(session) == {Check.GREEDY: Tally(num_tokens)}
 
 
 @pytest.mark.parametrize("max_step_tokens", [8, 20, 1024])
@@ -363,7 +363,7 @@ def test_logits_that_are_not_finite_never_match():
     auditor.observe([TokenEvent("a", (4, 5), finish=FinishReason.LENGTH)])
     auditor.start()
     auditor.check(torch.full((2, 61), float("nan")))
-    assert told(auditor).outcomes == {"greedy": {"match": 0, "near_tie": 0, "mismatch": 2}}
+    assert stats_of(auditor).outcomes == {"greedy": {"match": 0, "near_tie": 0, "mismatch": 2}}
 
 
 @pytest.mark.parametrize(("temperature", "num_binned"), [(0.4, 0), (0.6, 1)])
@@ -374,7 +374,7 @@ def test_draws_within_rounding_fill_no_bin(temperature, num_binned):
     auditor.observe([TokenEvent("u1", (1,), finish=FinishReason.LENGTH)])
     auditor.start()
     auditor.check(torch.tensor([[20.0, 19.75, *[0.0] * 59]]))
-    assert sum(told(auditor).pit_bins) == num_binned
+    assert sum(stats_of(auditor).pit_bins) == num_binned
 
 
 def test_failed_request_is_not_judged():

@@ -128,7 +128,7 @@ def test_an_infinite_gap_is_still_json(report):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def audits(monkeypatch):
     """Return the arguments that the audit is run with; nothing is run, and a violation is found."""
     calls: list[argparse.Namespace] = []
 
@@ -140,10 +140,10 @@ def asked(monkeypatch):
     return calls
 
 
-def test_arguments_become_a_plan(asked):
+def test_arguments_become_a_plan(audits):
     arguments = "--temperatures 1 0.5 --top-p 0.9 --verifiers traversal rrsw --expansions 0.2.2 --samples 9 --first-seed 4"
     assert server.cli.main.main(["audit", *arguments.split()]) == 1
-    plan = plan_of(asked[0], ((1, 2),))
+    plan = plan_of(audits[0], ((1, 2),))
     assert [setting.name for setting in plan.settings] == [
         "temperature 1 top_p 0.9, traversal 0.2.2",
         "temperature 1 top_p 0.9, rrsw 0.2.2",
@@ -153,11 +153,11 @@ def test_arguments_become_a_plan(asked):
     assert (plan.num_samples, plan.first_seed, plan.alpha) == (9, 4, 1e-3)
 
 
-def test_what_is_configured_is_audited(asked, tmp_path):
+def test_what_is_configured_is_audited(audits, tmp_path):
     (tmp_path / "s.yaml").write_text("verifier: block\nexpansion: 5.1.0\n")
     server.cli.main.main(["audit", "--config", str(tmp_path / "s.yaml")])
-    assert {setting.verifier for setting in plan_of(asked[0], ((1,),)).settings} == {"block"}
-    assert {str(setting.expansion) for setting in plan_of(asked[0], ((1,),)).settings} == {"5.1.0", "None"}
+    assert {setting.verifier for setting in plan_of(audits[0], ((1,),)).settings} == {"block"}
+    assert {str(setting.expansion) for setting in plan_of(audits[0], ((1,),)).settings} == {"5.1.0", "None"}
 
 
 MISTAKES = [
@@ -209,10 +209,10 @@ def test_unusable_numbers_are_refused(arguments, capsys):
     assert arguments[1] in error
 
 
-def test_adaptive_policy_is_audited_beside_configured_tree(asked, tmp_path):
+def test_adaptive_policy_is_audited_beside_configured_tree(audits, tmp_path):
     (tmp_path / "s.yaml").write_text("policy: adaptive\nexpansion: 5.1.0\n")
     server.cli.main.main(["audit", "--config", str(tmp_path / "s.yaml"), "--top-k", "0", "--min-p", "0"])
-    assert [setting.expansion for setting in plan_of(asked[0], ((1,),)).settings] == [Expansion(5, 1, 0), None] * 2
+    assert [setting.expansion for setting in plan_of(audits[0], ((1,),)).settings] == [Expansion(5, 1, 0), None] * 2
 
 
 @pytest.mark.parametrize("failure", [AuditRequestFailed("no memory"), IntegrityError("a slot is lost")])

@@ -16,7 +16,7 @@ from engine.sampling.distributions import warped_probs
 from engine.sampling.noise import uniforms
 from tests.model.tiny import own_logits, own_module
 
-LAW = torch.softmax(torch.linspace(3.0, -6.0, 40, dtype=torch.float64), 0)
+PROBS = torch.softmax(torch.linspace(3.0, -6.0, 40, dtype=torch.float64), 0)
 
 
 def drawn(probs_V, number, key):
@@ -26,8 +26,8 @@ def drawn(probs_V, number, key):
 
 
 def sample_of(probs_V, number, key):
-    counts = torch.bincount(torch.tensor(drawn(probs_V, number, key)), minlength=len(LAW))
-    return likelihood_ratio_test(counts.tolist(), (LAW * number).tolist())
+    counts = torch.bincount(torch.tensor(drawn(probs_V, number, key)), minlength=len(PROBS))
+    return likelihood_ratio_test(counts.tolist(), (PROBS * number).tolist())
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_p_values_are_those_of_the_tables(statistic, freedom, p):
 
 
 def test_false_alarms_are_as_rare_as_promised():
-    p_values = [sample_of(LAW, 400, key).p_value for key in range(3000)]
+    p_values = [sample_of(PROBS, 400, key).p_value for key in range(3000)]
     for level in (0.1, 0.01):
         expected = 3000 * level
         assert abs(sum(p < level for p in p_values) - expected) < 4 * math.sqrt(expected)
@@ -47,10 +47,10 @@ def test_false_alarms_are_as_rare_as_promised():
 def test_stated_detection_power_is_reached():
     """A shift by the detectable distance is found about nine times in ten; half the distance much less often."""
     level, number = 1e-3, 400
-    distance = sample_of(LAW, number, 0).detectable(level)
+    distance = sample_of(PROBS, number, 0).detectable(level)
 
     def found(share):
-        moved = LAW * torch.where(torch.arange(40) < 4, 1.0 - share / LAW[:4].sum(), 1.0 + share / LAW[4:].sum())
+        moved = PROBS * torch.where(torch.arange(40) < 4, 1.0 - share / PROBS[:4].sum(), 1.0 + share / PROBS[4:].sum())
         return sum(sample_of(moved, number, 10_000 + key).p_value < level for key in range(200)) / 200
 
     assert found(distance) > 0.85
@@ -73,7 +73,7 @@ def test_tests_add_up():
 
 def transforms(order):
     """Return the transform of draws from many distributions, each with its tokens in another order."""
-    probs_NV = torch.stack([LAW[torch.randperm(40, generator=torch.Generator().manual_seed(i))] for i in range(4000)])
+    probs_NV = torch.stack([PROBS[torch.randperm(40, generator=torch.Generator().manual_seed(i))] for i in range(4000)])
     ids = [drawn(probs_V, 1, key)[0] for key, probs_V in enumerate(probs_NV)]
     return pit_values(order(probs_NV), ids, [uniform(5, i) for i in range(4000)])
 

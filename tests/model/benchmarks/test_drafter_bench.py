@@ -126,9 +126,11 @@ def test_tree_uses_a_rule_exact_on_it(tree, verifier):
 def test_seeds_and_predictions_are_equal_across_contenders():
     plan = design(temperatures=(1.0,))
     for block in blocks_of(plan, PROMPTS, 1):
-        told = [[(r.request_id, r.sampling, r.prediction_ids) for r in block.requests(one, plan)] for one in plan.contenders]
-        assert all(one == told[0] for one in told)
-        assert {request[1].seed for request in told[0]} == {1000 + block.first}
+        requests_of_contenders = [
+            [(r.request_id, r.sampling, r.prediction_ids) for r in block.requests(one, plan)] for one in plan.contenders
+        ]
+        assert all(one == requests_of_contenders[0] for one in requests_of_contenders)
+        assert {request[1].seed for request in requests_of_contenders[0]} == {1000 + block.first}
     requests: list[Request] = [r for block in blocks_of(plan, PROMPTS, 1) for r in block.requests(PLAINLY, plan)]
     assert sorted(len(request.prediction_ids) for request in requests) == [0, 0, 3]
 
@@ -166,8 +168,8 @@ def line(drafter: str, kind: str, prompt: int, tokens_per_s: float, foreign_cpus
     }
     after = {**sums, "step_s": sums["step_s"] / 2, "verify_s": sums["verify_s"] / 2}
     where = {"type": "run", "run": "r", "round": 0, "kind": kind, "prompt": prompt, "temperature": 0.7}
-    who = {"drafter": drafter, "tree": "3.1.0", "foreign_cpus": foreign_cpus}
-    return {**where, **who, "all": sums, "after_prompt": after}
+    contender = {"drafter": drafter, "tree": "3.1.0", "foreign_cpus": foreign_cpus}
+    return {**where, **contender, "all": sums, "after_prompt": after}
 
 
 def written(path: Path, lines: list[dict[str, Any]]) -> Path:

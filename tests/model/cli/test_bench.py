@@ -52,13 +52,13 @@ def test_contender_with_fewest_tokens_steps_next():
     cases = {"drafts": Case("traversal", SHAPES[0]), "plain": Case("traversal", PLAIN)}
     runs = in_turns({name: (one, load(0.0).requests(cases[name], 0)) for name, one in engines.items()}, batch=3)
     assert runs["drafts"].texts == runs["plain"].texts
-    said = dict.fromkeys(engines, 0)
+    num_tokens = dict.fromkeys(engines, 0)
     steps = {name: iter(run.steps) for name, run in runs.items()}
     for name in order:
-        others = [said[other] for other in engines if other != name and said[other] < 80]
-        assert said[name] <= min(others, default=80)
-        said[name] += next(steps[name]).num_generated_tokens
-    assert said == {"drafts": 80, "plain": 80}
+        others = [num_tokens[other] for other in engines if other != name and num_tokens[other] < 80]
+        assert num_tokens[name] <= min(others, default=80)
+        num_tokens[name] += next(steps[name]).num_generated_tokens
+    assert num_tokens == {"drafts": 80, "plain": 80}
 
 
 class Noting(StepObserver):

@@ -127,9 +127,9 @@ def test_a_selector_is_held_against_the_models(folder, capsys, tmp_path):
     other = _selector_file(tmp_path / "other.safetensors", width + 1, objective="policy")
     status, report = _report(capsys, "--model", folder, "--drafter", "ngram", "--selector", other)
     assert (status, _levels(report, "selector")) == (1, ["refused", "refused"])
-    told = [finding["text"] for finding in report["findings"] if finding["part"] == "selector"]
-    assert "trained to choose" in told[0]
-    assert f"widths {width + 1} and {width + 1}, not ({width}, {width})" in told[1]
+    texts = [finding["text"] for finding in report["findings"] if finding["part"] == "selector"]
+    assert "trained to choose" in texts[0]
+    assert f"widths {width + 1} and {width + 1}, not ({width}, {width})" in texts[1]
     trees = ("--expansion", "2.2.2")  # i.i.d. branches, of another family
     status, report = _report(capsys, "--model", folder, "--drafter", "ngram", "--selector", fitting, *trees)
     assert status == 1

@@ -109,9 +109,9 @@ class CheckedProposals:
         for method in ("feed", "extend"):
             setattr(drafter, method, self._watched(getattr(drafter, method)))
 
-    def _watched(self, ask: Callable[..., Proposal]) -> Callable[..., Proposal]:
+    def _watched(self, propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
         def watched(*args):
-            proposal = ask(*args)
+            proposal = propose(*args)
             rows = dict(zip(proposal.indices, proposal.logits_PV, strict=True))
             for index, node in enumerate(args[-1]):
                 self._compare(node, rows.get(index))

@@ -57,13 +57,13 @@ class Counting:
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         self.num_passes += 1
-        begun = {(id(asked.tree), node) for asked in frontier for node in asked.tree.fed}
-        for asked in frontier:
-            above = [(id(asked.tree), node) for node in asked.tree.path(asked.node)[:-1]]
+        begun = {(id(place.tree), node) for place in frontier for node in place.tree.fed}
+        for place in frontier:
+            above = [(id(place.tree), node) for node in place.tree.path(place.node)[:-1]]
             assert begun.issuperset(above), "a node is fed after its ancestors"
             if self.feeding is Feeding.TARGET_FEATURES:
-                assert asked.tree.parents[asked.node] in asked.tree.fed, "the state of a node's parent is there"
-            begun.add((id(asked.tree), asked.node))
+                assert place.tree.parents[place.node] in place.tree.fed, "the state of a node's parent is there"
+            begun.add((id(place.tree), place.node))
         return self.drafter.extend(frontier)
 
 
@@ -189,12 +189,12 @@ class Foretelling(TextCache):
         return None if found is None else CachedDistribution(found[0], found[1], frozenset({3}), found[1] >= SURE_CONFIDENCE)
 
 
-LAWS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.4, 0.1], [0.7, 0.1, 0.1, 0.1]])
+TABLE = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.4, 0.1], [0.7, 0.1, 0.1, 0.1]])
 SURE_OF_3 = ({3: 1.0}, 0.95)
 
 
 def grown(texts: TextCache, expansion: Expansion, stateful: bool = False, num_seeds: int = 1) -> tuple[Growth, Counting]:
-    inner = Counting((Stateful if stateful else TableDrafter)(LAWS.log()))
+    inner = Counting((Stateful if stateful else TableDrafter)(TABLE.log()))
     inner.feeding = Feeding.TARGET_FEATURES if stateful else Feeding.OWN_CACHE
     rows = [decoding_row((1, 0), expansion, seed=seed, request_id=str(seed), verifier="rrsw") for seed in range(num_seeds)]
     return grow(growers_of(CombinedDrafter(inner, texts, 4, CPU), 4, CPU), rows), inner
@@ -234,10 +234,10 @@ MIXED = Foretelling({0: ({0: 0.25, 2: 0.75}, 0.6)})
 
 def mixture() -> torch.Tensor:
     """Return the distribution at a node where the cache is unsure. Each side's weight is its odds to be right."""
-    trust = float((LAWS[0] ** 2).sum())
+    trust = float((TABLE[0] ** 2).sum())
     odds_cached, odds_model = 0.6 / 0.4, trust / (1 - trust)
     weight = odds_cached / (odds_cached + odds_model)
-    return weight * torch.tensor([0.25, 0.0, 0.75, 0.0]) + (1 - weight) * LAWS[0]
+    return weight * torch.tensor([0.25, 0.0, 0.75, 0.0]) + (1 - weight) * TABLE[0]
 
 
 def test_mixture_of_distributions_is_the_kept_distribution():

@@ -103,9 +103,9 @@ def test_ranked_trees_take_the_best_tokens(several, kind, sampling, seed, sharpn
     assert len(grown.forest.draft_probs_RV) == 0
     for row, tree in zip(rows, grown.forest.trees, strict=True):
         for node, drawn in enumerate(tree.draws):
-            asked = num_draws(row.expansion, tree.depths[node], 1)
+            width = num_draws(row.expansion, tree.depths[node], 1)
             text = path_text(row.certain_ids, tree, node)
-            expected = ranking(text, row.sampling, row.seed, sharpness)[:asked]
+            expected = ranking(text, row.sampling, row.seed, sharpness)[:width]
             assert [tree.token_ids[child] for child in drawn] == expected
 
 
@@ -129,14 +129,14 @@ def test_tree_is_independent_of_batch_mates(several, kind, seed):
 
 def test_batch_mates_detect_draws_by_batch_index(monkeypatch):
     calls = iter(range(10**6))
-    monkeypatch.setattr(children, "_uniforms", lambda asked, count: [(0.37 * next(calls) + 0.11 * i) % 1 for i in range(count)])
+    monkeypatch.setattr(children, "_uniforms", lambda node, count: [(0.37 * next(calls) + 0.11 * i) % 1 for i in range(count)])
     rows = rows_of([([5, 6], Expansion(2, 2, 2)), ([9], Expansion(0, 3, 2))], SAMPLED, "traversal", 0)
     together = grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows).forest.trees
     assert together[1] != grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows[1:]).forest.trees[0]
 
 
 # Distributions of the next token over a vocabulary of four, by last token.
-LAWS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.7, 0.1, 0.1, 0.1]])
+TABLE = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.7, 0.1, 0.1, 0.1]])
 FORK = Expansion(1, 2, 1)
 
 
@@ -144,13 +144,13 @@ def forks(num_seeds: int = 4000, root_position: int = 2) -> list[tuple[int, int,
     """Return (trunk token, first branch, second branch) for each seed, all grown in one batch."""
     text = (1,) * root_position + (0,)
     rows = [decoding_row(text, FORK, seed=seed, request_id=str(seed)) for seed in range(num_seeds)]
-    trees = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows).forest.trees
+    trees = grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), rows).forest.trees
     return [(tree.token_ids[1], tree.token_ids[tree.draws[1][0]], tree.token_ids[tree.draws[1][1]]) for tree in trees]
 
 
 def fork_z() -> float:
     """Return how far trunk and branches are from independent draws."""
-    distribution = {(t, a, b): float(LAWS[0, t] * LAWS[t, a] * LAWS[t, b]) for t, a, b in product(range(4), repeat=3)}
+    distribution = {(t, a, b): float(TABLE[0, t] * TABLE[t, a] * TABLE[t, b]) for t, a, b in product(range(4), repeat=3)}
     return z_of_counts(Counter(forks()), {outcome: p for outcome, p in distribution.items() if p > 0})
 
 
@@ -158,16 +158,16 @@ def test_children_are_independent_draws_of_the_distribution():
     assert fork_z() < PASSES_BELOW
 
 
-def one_uniform_for_all_nodes(asked, count):
-    return _UNIFORMS(replace(asked, node=ROOT), count)
+def one_uniform_for_all_nodes(node, count):
+    return _UNIFORMS(replace(node, node=ROOT), count)
 
 
-def one_uniform_for_all_draws(asked, count):
-    return _UNIFORMS(asked, 1) * count
+def one_uniform_for_all_draws(node, count):
+    return _UNIFORMS(node, 1) * count
 
 
-def draws_of_neighbours_shared(asked, count):
-    return _UNIFORMS(asked, count + 1)[1:] if asked.node == ROOT else _UNIFORMS(replace(asked, node=ROOT), count)
+def draws_of_neighbours_shared(node, count):
+    return _UNIFORMS(node, count + 1)[1:] if node.node == ROOT else _UNIFORMS(replace(node, node=ROOT), count)
 
 
 def distinct_draws(*args):
@@ -198,7 +198,7 @@ def test_independence_of_draws_kills_draws_without_replacement(monkeypatch):
 def position_z() -> float:
     """Return the dependence between the draws at two positions, over seeds."""
     here, there = ([trunk for trunk, *_ in forks(root_position=position)] for position in (2, 3))
-    distribution = {(a, b): float(LAWS[0, a] * LAWS[0, b]) for a, b in product(range(4), repeat=2)}
+    distribution = {(a, b): float(TABLE[0, a] * TABLE[0, b]) for a, b in product(range(4), repeat=2)}
     return z_of_counts(Counter(zip(here, there, strict=True)), distribution)
 
 
@@ -220,7 +220,7 @@ def test_equal_draws_are_one_node_with_multiplicity():
 
 def test_largest_uniform_draws_a_valid_token(monkeypatch):
     """The point u x total can round up to the total, past every token; the draw was then no token at all."""
-    monkeypatch.setattr(children, "_uniforms", lambda asked, count: [1.0 - 2.0**-53] * count)
+    monkeypatch.setattr(children, "_uniforms", lambda node, count: [1.0 - 2.0**-53] * count)
     logits = torch.tensor([[0.3, 0.1, 0.7, float("-inf")]]).repeat(4, 1)
     tree = grow(growers_of(TableDrafter(logits), 4, CPU), [decoding_row((0,), Expansion(3, 2, 2))]).forest.trees[0]
     assert set(tree.token_ids[1:]) == {2}
@@ -230,7 +230,7 @@ def test_largest_uniform_draws_a_valid_token(monkeypatch):
 @pytest.mark.parametrize(("sampling", "verifier"), [(SAMPLED, "traversal"), (SAMPLED, "coupled"), (GREEDY, "coupled")])
 def test_broken_draft_logits_end_the_tree(broken, sampling, verifier):
     """They once drew a token outside the vocabulary, which failed the step for everybody."""
-    logits = LAWS.log().clone()
+    logits = TABLE.log().clone()
     logits[3, 1] = broken
     rows = [
         decoding_row((first,), Expansion(2, 2, 1), sampling, verifier, seed, str(seed)) for seed, first in enumerate((3, 0, 1, 2))
@@ -246,7 +246,7 @@ def test_broken_draft_logits_end_the_tree(broken, sampling, verifier):
 @pytest.mark.parametrize("first_broken", range(4))
 def test_broken_logits_end_only_their_own_tree(first_broken):
     """Offers are made kind by kind, and in each kind for the rows that have a distribution."""
-    logits = LAWS.log().clone()
+    logits = TABLE.log().clone()
     logits[first_broken, 1] = float("nan")
     kinds = [(SAMPLED, "traversal"), (SAMPLED, "coupled"), (GREEDY, "coupled"), (SAMPLED, "nss")]
     rows = [

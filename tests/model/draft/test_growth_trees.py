@@ -37,7 +37,7 @@ from tests.model.passes import CPU
 from tests.model.rows import GREEDY, SAMPLED, TableDrafter, decoding_row
 
 # Distributions of the next token by last token. One token cannot follow 2; the distributions of 3 are nearly certain.
-LAWS = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.94, 0.02, 0.02, 0.02]])
+TABLE = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.94, 0.02, 0.02, 0.02]])
 NUM_SEEDS = 5000
 
 Shape = tuple[tuple[int, ...], ...]  # each node's children's tokens in sampling order, nodes by their path
@@ -49,7 +49,7 @@ class Table:
     vocab_size = 4
 
     def draft(self, context):
-        distribution = LAWS[context[-1] if context else 0].double().numpy()
+        distribution = TABLE[context[-1] if context else 0].double().numpy()
         return distribution / distribution.sum()
 
 
@@ -63,7 +63,7 @@ def shape(tree: TokenTree) -> Shape:
 def grown_trees(expansion: Expansion, verifier: str = "traversal", num_seeds: int = NUM_SEEDS):
     """Return the trees of many seeds after token 0, all grown in one batch."""
     rows = [decoding_row((1, 0), expansion, SAMPLED, verifier, seed, str(seed)) for seed in range(num_seeds)]
-    return grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows).forest.trees
+    return grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), rows).forest.trees
 
 
 def z_of_trees(expansion: Expansion, distribution: dict[Shape, float]) -> float:
@@ -201,7 +201,7 @@ def z_of_samples(trees):
             if drawn:
                 *fixed, sample = (tree.token_ids[child] for child in drawn)
                 last = tree.token_ids[node]
-                assert fixed == LAWS[last].argsort(descending=True, stable=True)[: len(fixed)].tolist()
+                assert fixed == TABLE[last].argsort(descending=True, stable=True)[: len(fixed)].tolist()
                 assert sample not in fixed
                 observed[last, tuple(fixed), sample] += 1
     families: Counter[Any] = Counter()
@@ -210,7 +210,7 @@ def z_of_samples(trees):
     total = sum(families.values())
     distribution: dict[Any, float] = {}
     for (last, fixed), count in families.items():
-        rest = [0.0 if token_id in fixed else float(LAWS[last, token_id]) for token_id in range(4)]
+        rest = [0.0 if token_id in fixed else float(TABLE[last, token_id]) for token_id in range(4)]
         distribution |= {(last, fixed, token_id): count / total * p / sum(rest) for token_id, p in enumerate(rest) if p}
     return z_of_counts(observed, distribution)
 
@@ -251,7 +251,7 @@ def test_full_set_uses_its_last_as_sample():
 def test_no_tree_outgrows_its_limits(tree_name, max_nodes, depth, branches, verifier, seed):
     expansion = Expansion(0, branches, depth, tree_name, max_nodes)
     sampling = GREEDY if verifier == "greedy" else SAMPLED
-    grown = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), [decoding_row((1, 0), expansion, sampling, verifier, seed)])
+    grown = grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), [decoding_row((1, 0), expansion, sampling, verifier, seed)])
     tree = grown.forest.trees[0]
     assert 2 <= tree.num_nodes <= max_nodes + 1
     assert max(tree.depths) <= depth
@@ -300,7 +300,7 @@ def places_drawn(strategy, probs: dict[tuple[int, ...], list[int]]) -> list[tupl
         for one in frontier:
             path = tuple(tree.token_ids[v] for v in tree.path(one.node)[1:])
             ids = probs.get(path, [0, 1, 2, 3])
-            distribution = LAWS[path[-1] if path else 0]
+            distribution = TABLE[path[-1] if path else 0]
             odds = tuple(float(distribution[token_id]) for token_id in ids)
             strategy.expand(one.node, children.ChildCandidates(tuple(ids), odds, (), float(distribution.square().sum())))
     return drawn
@@ -353,13 +353,13 @@ def brute_best(expansion, first):
     for _ in range(expansion.depth):
         frontier = [(*path, token_id) for path in frontier for token_id in best_tokens(path, first, expansion.branches)]
         for path in frontier:
-            distribution = LAWS[path[-2] if len(path) > 1 else first]
+            distribution = TABLE[path[-2] if len(path) > 1 else first]
             values[path] = values[path[:-1]] * float(distribution[path[-1]])
     return sorted((path for path in values if path), key=lambda path: -values[path])[: expansion.max_nodes]
 
 
 def best_tokens(path: tuple[int, ...], first: int, count: int) -> list[int]:
-    distribution = LAWS[path[-1] if path else first]
+    distribution = TABLE[path[-1] if path else first]
     return [
         token_id for token_id in distribution.argsort(descending=True, stable=True)[:count].tolist() if distribution[token_id] > 0
     ]
@@ -371,14 +371,14 @@ def test_beam_is_close_to_the_best_tree(max_nodes, first):
     """Nearly: what is fed and not kept in the end takes slots, and the deepest nodes are then not looked for."""
     expansion = Expansion(0, 4, 12, "beam", max_nodes)
     row = decoding_row((1, first), expansion, SAMPLED, "nss")
-    tree = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), [row]).forest.trees[0]
+    tree = grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), [row]).forest.trees[0]
     paths = {tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(1, tree.num_nodes)}
     expected = brute_best(replace(expansion, depth=6), first)
     assert sum(map(value_of(first), paths)) >= 0.98 * sum(map(value_of(first), expected))
 
 
 def value_of(first: int) -> Callable[[tuple[int, ...]], float]:
-    return lambda path: float(np.prod([float(LAWS[a, b]) for a, b in zip((first, *path), path, strict=False)]))
+    return lambda path: float(np.prod([float(TABLE[a, b]) for a, b in zip((first, *path), path, strict=False)]))
 
 
 def test_nodes_that_moved_are_fed_again():
@@ -418,10 +418,10 @@ def test_fed_nodes_detect_forgotten_moves():
 def test_noise_aware_children_use_their_position_noise():
     expansion = Expansion(0, 3, 3, "noise_aware", 6)
     rows = [decoding_row((1, 0), expansion, SAMPLED, "coupled", seed, str(seed)) for seed in range(40)]
-    for row, tree in zip(rows, grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows).forest.trees, strict=True):
+    for row, tree in zip(rows, grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), rows).forest.trees, strict=True):
         for node, drawn in enumerate(tree.draws):
             key = stream_key(row.seed, row.root_position + tree.depths[node] + 1, Stream.TOKEN)
-            distribution = probs_of(LAWS[tree.token_ids[node]][None].log(), [SAMPLED])[0].double().log()
+            distribution = probs_of(TABLE[tree.token_ids[node]][None].log(), [SAMPLED])[0].double().log()
             scores = AgreementWeights().sharpness * distribution + gumbels([key], 4)[0]
             assert [tree.token_ids[child] for child in drawn] == scores.argsort(descending=True)[: len(drawn)].tolist()
 
@@ -437,7 +437,7 @@ def test_wide_gap_makes_trunk_narrow_gap_branches():
 # What does not pay is left out.
 
 NOISE_AWARE = Expansion(0, 4, 4, "noise_aware", 12)
-WORTH = [pytest.param(SAMPLED, id="coupled"), pytest.param(GREEDY, id="greedy")]
+RULES = [pytest.param(SAMPLED, id="coupled"), pytest.param(GREEDY, id="greedy")]
 
 
 def grown_at(
@@ -447,7 +447,7 @@ def grown_at(
     row = replace(decoding_row((1, 0), expansion, sampling, "coupled", seed), growth_costs=growth_costs)
     strategy = strategy_of(row, RuleCalibration())
     assert isinstance(strategy, BestFirst)
-    return strategy, growth.grow_by([strategy], TableDrafter(LAWS.log()), [row], 4, CPU).num_rounds
+    return strategy, growth.grow_by([strategy], TableDrafter(TABLE.log()), [row], 4, CPU).num_rounds
 
 
 def worths(strategy: BestFirst) -> dict[tuple[int, ...], float]:
@@ -469,8 +469,8 @@ def check_nodes_pay(sampling: SamplingParams) -> None:
         for cost in (0.05, 0.2, 0.5):
             kept = worths(grown_at(GrowthCosts(node=cost), sampling, seed)[0])
             assert kept == worths(grown_at(FREE_GROWTH, sampling, seed, replace(NOISE_AWARE, least_chance=cost))[0])
-            assert all(worth >= cost for worth in kept.values())
-            assert {path for path, worth in whole.items() if worth >= cost} <= kept.keys()
+            assert all(gain >= cost for gain in kept.values())
+            assert {path for path, gain in whole.items() if gain >= cost} <= kept.keys()
             num_left_out += len(whole) - len(kept)
     assert num_left_out > 0
 
@@ -482,8 +482,8 @@ def check_nodes_pay_as_they_come(sampling: SamplingParams) -> None:
     for seed in range(20):
         whole = sorted(worths(grown_at(FREE_GROWTH, sampling, seed)[0]).items(), key=lambda one: -one[1])
         kept = worths(grown_at(growth_costs, sampling, seed)[0])
-        pays = [worth >= cost for (_, worth), cost in zip(whole, (*growth_costs.nodes, *[0.4] * len(whole)), strict=False)]
-        assert sorted(kept.values(), reverse=True) == pytest.approx([worth for _, worth in whole][: [*pays, False].index(False)])
+        pays = [gain >= cost for (_, gain), cost in zip(whole, (*growth_costs.nodes, *[0.4] * len(whole)), strict=False)]
+        assert sorted(kept.values(), reverse=True) == pytest.approx([gain for _, gain in whole][: [*pays, False].index(False)])
         num_left_out += len(whole) - len(kept)
     assert num_left_out > 0
 
@@ -495,7 +495,7 @@ def check_levels_pay(sampling: SamplingParams) -> None:
         assert rounds[0] > rounds[-1] == 1  # the first is the policy's choice
 
 
-@pytest.mark.parametrize("sampling", WORTH)
+@pytest.mark.parametrize("sampling", RULES)
 def test_nodes_and_levels_without_gain_are_omitted(sampling):
     check_nodes_pay(sampling)
     check_nodes_pay_as_they_come(sampling)
@@ -508,7 +508,7 @@ class Wasteful(BestFirst):
         self._growth_costs, self._thresholds = FREE_GROWTH, FREE_GROWTH.least_chances(self._expansion)
 
 
-@pytest.mark.parametrize("sampling", WORTH)
+@pytest.mark.parametrize("sampling", RULES)
 @pytest.mark.parametrize("check", [check_nodes_pay, check_nodes_pay_as_they_come, check_levels_pay])
 def test_free_growth_is_noticed(check, sampling, monkeypatch):
     monkeypatch.setattr(growth, "BestFirst", Wasteful)
@@ -518,7 +518,7 @@ def test_free_growth_is_noticed(check, sampling, monkeypatch):
 
 def test_tree_reports_its_number_of_rounds():
     rows = [decoding_row((1, 0), replace(NOISE_AWARE, depth=depth), SAMPLED, "coupled", 0, str(depth)) for depth in (1, 3, 2)]
-    grown = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows)
+    grown = grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), rows)
     assert grown.rounds == (1, 3, 2)
     assert grown.num_rounds == 3
 
@@ -569,9 +569,9 @@ def weights(agreement: AgreementWeights) -> tuple[float, float]:
     return agreement.log_prob_weight, agreement.noise_weight
 
 
-def check_weights(distribution: float, noise: float, as_told: Callable[[Outcome], Outcome] = lambda one: one) -> None:
+def check_weights(distribution: float, noise: float, as_learnt: Callable[[Outcome], Outcome] = lambda one: one) -> None:
     seen = outcomes(distribution, noise, 4000, temperatures=(0.7, 0.3, 1.0, 0.0))
-    assert weights(learnt_of([*map(as_told, seen)])) == pytest.approx((distribution, noise), rel=0.25)
+    assert weights(learnt_of([*map(as_learnt, seen)])) == pytest.approx((distribution, noise), rel=0.25)
 
 
 WEIGHTS = [(0.9, 0.3), (1.0, 1.0), (3.0, 0.5), (0.4, 0.2)]
@@ -583,7 +583,7 @@ def test_weights_are_found_again_whatever_the_temperature(distribution, noise):
 
 
 @pytest.mark.parametrize(
-    "as_told",
+    "as_learnt",
     [
         lambda one: one._replace(noise=[0.0] * len(one.noise)),
         lambda one: one._replace(noise=one.noise[::-1]),
@@ -591,9 +591,9 @@ def test_weights_are_found_again_whatever_the_temperature(distribution, noise):
         lambda one: one._replace(place=0),  # the drafter's best token is believed to be the one
     ],
 )
-def test_weights_detect_learning_from_wrong_data(as_told):
+def test_weights_detect_learning_from_wrong_data(as_learnt):
     with pytest.raises(AssertionError):
-        check_weights(0.9, 0.3, as_told)
+        check_weights(0.9, 0.3, as_learnt)
 
 
 def test_a_greedy_row_teaches_nothing_of_noise():
@@ -696,7 +696,7 @@ def learnt_from(
     row = decoding_row((1, 0), expansion, sampling, "coupled")
     calibrations = Calibrations()
     for _ in range(600):
-        grown = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), [row], calibrations)
+        grown = grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), [row], calibrations)
         tree = grown.forest.trees[0]
         child = tree.children[ROOT][0 if accepts_first else -1]
         learn(calibrations, [row], grown, [Verdict((ROOT, child), 3)])

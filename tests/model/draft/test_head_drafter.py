@@ -76,17 +76,17 @@ class Proposals:
             monitored = self._watched(getattr(drafter, name))
             setattr(drafter, name, monitored)
 
-    def _watched(self, ask: Callable[..., Proposal]) -> Callable[..., Proposal]:
+    def _watched(self, propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
         def watched(*args):
-            proposal = ask(*args)
-            for asked, logits_V in zip(args[-1], proposal.logits_PV, strict=True):
-                self._compare(asked, logits_V)
+            proposal = propose(*args)
+            for node, logits_V in zip(args[-1], proposal.logits_PV, strict=True):
+                self._compare(node, logits_V)
             return proposal
 
         return watched
 
-    def _compare(self, asked: FrontierNode, logits_V: Tensor) -> None:
-        context = asked.sampling_context
+    def _compare(self, node: FrontierNode, logits_V: Tensor) -> None:
+        context = node.sampling_context
         expected = head_logits(self._head, self._module, context.history, context.path_ids)
         assert torch.equal(logits_V.isfinite() | logits_V.isnan(), expected.isfinite())
         error = float((logits_V - expected)[expected.isfinite()].abs().max())
@@ -130,7 +130,7 @@ def drafted_keys_are_kept(scheduler, row, result):
     return row.draft_len + len(row.draft_ids) if row.expansion.is_plain else row.root_position + result.drafted_len
 
 
-def nothing_is_told_of_nodes(drafter, write_slots_T):
+def nodes_are_not_observed(drafter, write_slots_T):
     """Only a row's first token has its feature kept; of short steps that is the root."""
     with torch.inference_mode():
         drafter._head.keep_features(drafter._pool, write_slots_T[:1], [part[:1] for part in drafter._tap.parts()])
@@ -145,7 +145,7 @@ def roots_are_proposed_for_at_once(scheduler, sequence, wish):
     [
         (HeadDrafter, "_slots_before", reads_its_own_feature),
         (HeadDrafter, "_slots_before", reads_the_slot_before),
-        (HeadDrafter, "on_pass", nothing_is_told_of_nodes),
+        (HeadDrafter, "on_pass", nodes_are_not_observed),
         (Scheduler, "_draft_len_after", drafted_keys_are_kept),
         (Scheduler, "_num_draftable", roots_are_proposed_for_at_once),
     ],

@@ -269,8 +269,8 @@ def unknown_share_a_column(self, distribution, column_of_unknown):
 honest_columns = native_growth._TextPredictions._columns
 
 
-def nothing_is_sure(self, told, is_sure, unknown):
-    return honest_round(self, told, [False] * len(is_sure), unknown)
+def nothing_is_sure(self, known, is_sure, unknown):
+    return honest_round(self, known, [False] * len(is_sure), unknown)
 
 
 honest_round = Growing.round
@@ -315,21 +315,21 @@ class Mixed:
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_unsupported_row_keeps_step_off_the_library(monkeypatch, other):
     """A traced row, an edited or truncated one, one that draws: alone and beside rows that rank."""
-    asked: list[Sequence[Row]] = []
+    batches: list[Sequence[Row]] = []
 
     grow = native_growth.NativeTreeGrower.grow
 
     def noted(grower, rows, *rest):
-        asked.append(rows)
+        batches.append(rows)
         return grow(grower, rows, *rest)
 
     monkeypatch.setattr(native_growth.NativeTreeGrower, "grow", noted)
     for beside in ([], [greedy("a", LONG, 12), sampled("b", LONG[2:], 5, 12)]):
         session = run(engine_of(with_texts=True, policy=Mixed()), [*beside, other])
         assert all(outcome.finish is not FinishReason.ERROR for outcome in session.outcomes.values())
-        grown_with_other = [rows for rows in asked if any(row.request_id == "x" and not row.expansion.is_plain for row in rows)]
+        grown_with_other = [rows for rows in batches if any(row.request_id == "x" and not row.expansion.is_plain for row in rows)]
         assert not grown_with_other
-    assert asked, "steps that the other has left"
+    assert batches, "steps that the other has left"
 
 
 def test_library_grows_only_its_own_heads():

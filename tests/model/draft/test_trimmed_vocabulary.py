@@ -66,12 +66,12 @@ def test_trimmed_logits_grow_the_full_tree(tree, sampling, verifier):
     check(tree, sampling, verifier)
 
 
-def columns_for_tokens(asked, columns_PC, probs_PM, vocab, *rest):
-    return _TO_HOST(asked, columns_PC, probs_PM, None, *rest)
+def columns_for_tokens(nodes, columns_PC, probs_PM, vocab, *rest):
+    return _TO_HOST(nodes, columns_PC, probs_PM, None, *rest)
 
 
-def ranked_columns_for_tokens(asked, logits_PM, sampling, keys, vocab):
-    return _TOP_BY_NATIVE(asked, logits_PM, sampling, keys, None)
+def ranked_columns_for_tokens(nodes, logits_PM, sampling, keys, vocab):
+    return _TOP_BY_NATIVE(nodes, logits_PM, sampling, keys, None)
 
 
 def edits_by_column(proposal):

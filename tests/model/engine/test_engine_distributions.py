@@ -178,8 +178,8 @@ def misreport_draft_probs(monkeypatch):
     """Draw from one distribution and hand over a flatter one."""
     drawn_iid = children._sample_iid
 
-    def misreported(asked, logits_PM, probs, vocab):
-        drawn = drawn_iid(asked, logits_PM, probs, vocab)
+    def misreported(nodes, logits_PM, probs, vocab):
+        drawn = drawn_iid(nodes, logits_PM, probs, vocab)
         probs[-1] = torch.where(probs[-1] > 0, probs[-1] ** 0.2, 0.0)
         probs[-1] /= probs[-1].sum(-1, keepdim=True)
         return drawn
@@ -197,8 +197,8 @@ def test_the_distribution_kills_probabilities_of_another_node(kind, tmp_path, mo
     """Children are drawn from their node's distribution, and the next node's is recorded."""
     drawn_iid = children._sample_iid
 
-    def misreported(asked, logits_PM, probs, vocab):
-        drawn = drawn_iid(asked, logits_PM, probs, vocab)
+    def misreported(nodes, logits_PM, probs, vocab):
+        drawn = drawn_iid(nodes, logits_PM, probs, vocab)
         probs[-1] = probs[-1].roll(1, 0)
         return drawn
 

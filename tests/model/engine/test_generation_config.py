@@ -79,7 +79,7 @@ async def test_prompt_is_scored_by_the_served_model(folder: Path, policy: str) -
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.inference_mode():
         distribution = model(torch.tensor([PROMPT_IDS])).logits[0, :-1].double().log_softmax(-1)
-    told = scored["logprobs"]["token_logprobs"]
-    assert told[0] is None
-    assert told[1:] == pytest.approx([float(row[i]) for row, i in zip(distribution, PROMPT_IDS[1:], strict=True)], abs=1e-4)
+    logprobs = scored["logprobs"]["token_logprobs"]
+    assert logprobs[0] is None
+    assert logprobs[1:] == pytest.approx([float(row[i]) for row, i in zip(distribution, PROMPT_IDS[1:], strict=True)], abs=1e-4)
     assert (scored["token_ids"], scored["finish_reason"]) == ([], "length")

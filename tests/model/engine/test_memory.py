@@ -59,17 +59,17 @@ def test_library_keeps_embeddings_and_a_tied_head(precision, is_tied, bytes_of_o
     module = AutoModelForCausalLM.from_config(config)
     module.save_pretrained(folder := served_folder(tmp_path))
     embeddings, count = 61 * 32, module.num_parameters()
-    asked = EngineConfig(str(folder), drafter="none", dtype=precision)
+    plain = EngineConfig(str(folder), drafter="none", dtype=precision)
     monkeypatch.setattr(library, "is_available", lambda: True)
     kept_as_int8 = (count if is_tied else count - embeddings) + 4 * embeddings
     kept = (count - embeddings) * bytes_of_others + embeddings * (4 + bytes_of_head)
-    assert memory_need(asked, "float32", CPU).weights == kept
+    assert memory_need(plain, "float32", CPU).weights == kept
     for dtype in QUANTISED:
-        assert memory_need(replace(asked, dtype=dtype), "float32", CPU).weights == count * 4
+        assert memory_need(replace(plain, dtype=dtype), "float32", CPU).weights == count * 4
     module.bfloat16().save_pretrained(folder)
-    assert memory_need(replace(asked, dtype="int8"), "float32", CPU).weights == max(2 * count, kept_as_int8)
+    assert memory_need(replace(plain, dtype="int8"), "float32", CPU).weights == max(2 * count, kept_as_int8)
     monkeypatch.setattr(library, "is_available", lambda: False)
-    assert memory_need(asked, "float32", CPU).weights == count * bytes_of_others
+    assert memory_need(plain, "float32", CPU).weights == count * bytes_of_others
 
 
 def test_weights_stored_twice_are_counted_once(tmp_path):

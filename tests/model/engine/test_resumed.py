@@ -68,7 +68,7 @@ def logprobs_of(events: list[TokenEvent]) -> list[float]:
     return [one.logprob for event in events for one in event.logprobs]
 
 
-def told(events: list[TokenEvent]) -> Progress:
+def progress_of(events: list[TokenEvent]) -> Progress:
     return Progress(tuple(tokens_of(events)), len(scores_of(events)))
 
 
@@ -85,7 +85,7 @@ def check_each_cut_goes_on_as_one_text(make: Callable[[], Engine], request: Requ
     assert num_prompt_tokens == len(PROMPT)
     assert len(whole) > 3
     for cut in range(1, len(whole)):
-        before, progress = whole[:cut], told(whole[:cut])
+        before, progress = whole[:cut], progress_of(whole[:cut])
         after, num_again = events_of(make(), resume(request, progress))
         assert tokens_of(before + after) == tokens_of(whole)
         assert end_of(after).finish is end_of(whole).finish
@@ -150,17 +150,17 @@ def test_mutants_are_noticed(mutant: Resume) -> None:
         check_each_cut_goes_on_as_one_text(with_a_model, REQUESTS["edited"], mutant)
 
 
-@pytest.mark.parametrize("num_told", [1, 5, len(PROMPT) - 1])
-def test_prompt_scores_go_on_where_they_were(num_told: int) -> None:
+@pytest.mark.parametrize("num_reported", [1, 5, len(PROMPT) - 1])
+def test_prompt_scores_go_on_where_they_were(num_reported: int) -> None:
     """Also where no engine cuts: the death may come in the middle of a prompt."""
     request = REQUESTS["greedy"]
     whole, _ = events_of(with_cached_text(), request)
-    rest, num_counted = events_of(with_cached_text(), resumed(request, Progress((), num_told)))
+    rest, num_counted = events_of(with_cached_text(), resumed(request, Progress((), num_reported)))
     assert [one.logprob for one in scores_of(rest)] == pytest.approx(
-        [one.logprob for one in scores_of(whole)[num_told:]], abs=1e-4
+        [one.logprob for one in scores_of(whole)[num_reported:]], abs=1e-4
     )
     assert tokens_of(rest) == tokens_of(whole)
-    assert num_counted == len(PROMPT) - num_told
+    assert num_counted == len(PROMPT) - num_reported
 
 
 def test_finished_request_has_nothing_to_resume() -> None:

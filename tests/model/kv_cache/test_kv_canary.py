@@ -97,8 +97,8 @@ def first_nodes_kept(scheduler: Scheduler, sequence: Any, num_kept: int, path_sl
 def freed_while_used(pool: SlotAllocator, slots: Any) -> None:
     """A listener learns that a used slot was freed."""
     _FREE(pool, slots)
-    for tell in pool._listeners:
-        tell([slot for slot in range(NUM_SLOTS) if pool._is_used[slot]][:1])
+    for on_free in pool._listeners:
+        on_free([slot for slot in range(NUM_SLOTS) if pool._is_used[slot]][:1])
 
 
 def given_twice(pool: SlotAllocator, count: int) -> list[int]:
@@ -127,7 +127,7 @@ POISON = re.compile(r"keys of layer \d of slots \[.+\] are read, which are free 
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "mutant", "said"),
+    ("owner", "name", "mutant", "error"),
     [
         (Scheduler, "_row", off_by_one_table, TABLE),
         (Scheduler, "_row", another_rows_table, TABLE),
@@ -139,10 +139,10 @@ POISON = re.compile(r"keys of layer \d of slots \[.+\] are read, which are free 
     ],
 )
 def test_slot_of_another_row_is_named(
-    owner: Any, name: str, mutant: Callable[..., Any], said: re.Pattern[str], monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, mutant: Callable[..., Any], error: re.Pattern[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, mutant)
-    with pytest.raises(IntegrityError, match=said):
+    with pytest.raises(IntegrityError, match=error):
         session_of(with_a_model(True))
 
 

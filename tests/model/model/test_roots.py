@@ -72,7 +72,7 @@ def check_run() -> None:
         going = [name for name, event in events.items() if event.finish is None]
         for name, event in events.items():
             texts[name] += event.token_ids
-        facts = engine.roots.facts([*going, "nobody"])
+        facts = engine.roots.facts([*going, "unknown"])
         assert facts.is_known_B.tolist() == [True] * len(going) + [False]
         assert not facts.target_BD[-1].any()
         for row, name in enumerate(going):
@@ -112,8 +112,8 @@ def test_features_are_kept_only_on_request():
             assert watches or not facts.is_known_B.any()
             assert facts.draft_BW.shape == (2, 32)  # no features: the root's embedding alone
 
-        asked = [greedy("greedy", PROMPTS["first"]), sampled("seeded", PROMPTS["second"], seed=3)]
-        return run(engine, asked, look).texts()
+        requests = [greedy("greedy", PROMPTS["first"]), sampled("seeded", PROMPTS["second"], seed=3)]
+        return run(engine, requests, look).texts()
 
     assert texts(watches=True) == texts(watches=False)
 

@@ -303,11 +303,11 @@ def test_reported_logit_facts_equal_reading_them(num_threads, num_tokens, monkey
     target = with_equal_outputs()
     for _ in range(8):
         logits_NV = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
-        told = target.likeliest(logits_NV)
-        assert repr(told) == repr([RowArgMax(*one) for one in probs.likeliest(logits_NV)])
-    assert all(NUM_EQUAL <= one.token_id < 2 * NUM_EQUAL for one in told if one.is_valid)
+        found = target.likeliest(logits_NV)
+        assert repr(found) == repr([RowArgMax(*one) for one in probs.likeliest(logits_NV)])
+    assert all(NUM_EQUAL <= one.token_id < 2 * NUM_EQUAL for one in found if one.is_valid)
     if num_tokens == 200:
-        assert {one.is_valid for one in told} == {False, True}
+        assert {one.is_valid for one in found} == {False, True}
 
 
 def test_logit_facts_apply_to_their_pass_only():

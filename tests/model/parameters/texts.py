@@ -42,8 +42,8 @@ from engine.verify.verdict import Verdict
 from tests.enumeration import (
     Batch,
     Context,
+    Distribution,
     DrawnTree,
-    Law,
     TinyModel,
     batch_of,
     beam_trees,
@@ -85,7 +85,7 @@ class RequestedModel(TinyModel):
         """The request's parameters, the model's end tokens among the stops."""
         return self.request.sampling
 
-    def _engine_probs(self, raw: Law, context: Context) -> Law:
+    def _engine_probs(self, raw: Distribution, context: Context) -> Distribution:
         """Return the drafter's processed distribution: the one that is sampled and given to the verifier."""
         contexts = [SamplingContext(self.sampling, PROMPT, len(PROMPT), context)]
         edited_1V = edited_logits(torch.from_numpy(np.log(raw))[None], contexts, self.grammars)
@@ -114,7 +114,7 @@ def _vocabulary() -> Vocabulary:
     return source_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"), VOCAB_SIZE, [END_ID]).load()
 
 
-def _plain_probs(sampling: SamplingParams, raw: Law, context: Context) -> Law:
+def _plain_probs(sampling: SamplingParams, raw: Distribution, context: Context) -> Distribution:
     """Return the distribution of the next token as in transformers' `generate`, in float64."""
     processors = processors_of(sampling, len(PROMPT))
     if sampling.grammar is not None:

@@ -144,9 +144,9 @@ def test_logprobs_are_the_raw_models():
     request = request_of("all", seed=3, temperature=0.5, num_logprobs=2, min_tokens=0, stop_token_ids=())
     outcome = run(engine_of(Expansion(2, 2, 2)), [request]).outcomes["r"]
     raw = torch.log_softmax(own_logits("llama", [[*PROMPT, *outcome.ids]])[0, len(PROMPT) - 1 : -1], -1)
-    for at, (token_id, told) in enumerate(zip(outcome.ids, outcome.logprobs, strict=True)):
-        assert told.logprob == pytest.approx(float(raw[at, token_id]), abs=1e-4)
-        assert told.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
+    for at, (token_id, one) in enumerate(zip(outcome.ids, outcome.logprobs, strict=True)):
+        assert one.logprob == pytest.approx(float(raw[at, token_id]), abs=1e-4)
+        assert one.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "traversal"])
@@ -218,15 +218,15 @@ def test_the_engines_distribution_is_the_edited_distribution(verifier, expansion
 
 
 def context_without(**fields):
-    return lambda row, path_ids: replace(_LAW_CONTEXT(row, path_ids), **fields)
+    return lambda row, path_ids: replace(_CONTEXT(row, path_ids), **fields)
 
 
 def root_forgotten(row, path_ids):
-    context = _LAW_CONTEXT(row, path_ids)
+    context = _CONTEXT(row, path_ids)
     return replace(context, history=context.history[:-1])
 
 
-_LAW_CONTEXT = Row.sampling_context
+_CONTEXT = Row.sampling_context
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,13 @@ def by_numpy(rows: torch.Tensor) -> list[tuple[bool, int]]:
     return [(math.isfinite(top), int(row.argmax()) if math.isfinite(top) else -1) for top, row in zip(tops, rows.numpy())]
 
 
-def told(found: list[RowArgMax]) -> list[tuple[bool, int]]:
+def pairs(found: list[RowArgMax]) -> list[tuple[bool, int]]:
     return [(one.is_valid, one.token_id if one.is_valid else -1) for one in found]
 
 
 @given(rows_of_logits())
 def test_first_maximum_and_nan_are_found(rows):
-    assert told(argmax_rows(rows)) == by_numpy(rows)
+    assert pairs(argmax_rows(rows)) == by_numpy(rows)
 
 
 def last_of_equals(rows):
@@ -58,8 +58,8 @@ def blind_to_nan(rows):
 @pytest.mark.parametrize("mutant", [last_of_equals, blind_to_nan])
 def test_the_comparison_kills(mutant, monkeypatch):
     cases = [torch.tensor([[1.0, 2.0, 2.0]]), torch.tensor([[1.0, math.nan, 0.0]])]
-    assert all(told(argmax_rows(rows)) == by_numpy(rows) for rows in cases)
-    assert not all(told([RowArgMax(*one) for one in mutant(rows)]) == by_numpy(rows) for rows in cases)
+    assert all(pairs(argmax_rows(rows)) == by_numpy(rows) for rows in cases)
+    assert not all(pairs([RowArgMax(*one) for one in mutant(rows)]) == by_numpy(rows) for rows in cases)
 
 
 @needs_library
@@ -107,16 +107,16 @@ def _by_torch(monkeypatch):
 @given(rows_of_logits())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_torch_finds_the_same(rows):
-    assert told(argmax_rows(rows)) == by_numpy(rows)
+    assert pairs(argmax_rows(rows)) == by_numpy(rows)
     assert are_valid(rows) == [is_valid for is_valid, _ in by_numpy(rows)]
 
 
-LAWS = [SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=2.0)]
+SAMPLINGS = [SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=2.0)]
 
 
 def is_of_rows(probs_of) -> bool:
     logits_NV = torch.randn(5, 23, generator=torch.Generator().manual_seed(3)) * 4.0
-    return torch.allclose(probs_of(logits_NV, LAWS, [4, 0, 2]), warped_probs(logits_NV[[4, 0, 2]], LAWS), atol=1e-6)
+    return torch.allclose(probs_of(logits_NV, SAMPLINGS, [4, 0, 2]), warped_probs(logits_NV[[4, 0, 2]], SAMPLINGS), atol=1e-6)
 
 
 def test_distributions_of_some_rows_are_theirs():

@@ -122,13 +122,13 @@ def test_noise_kills_rows_kept_without_their_width(monkeypatch):
         test_repeated_noise_request_returns_equal_noise()
 
 
-LAW = {0: 0.5, 1: 0.3, 2: 0.15, 3: 0.05}
+PROBS = {0: 0.5, 1: 0.3, 2: 0.15, 3: 0.05}
 
 
 def arg_max_z(noise_of) -> float:
-    logits = torch.tensor(list(LAW.values()), dtype=torch.float64).log()
-    choices = (logits + noise_of([stream_key(seed, 9, Stream.TOKEN) for seed in range(20000)], len(LAW))).argmax(-1)
-    return z_of_counts(Counter(choices.tolist()), LAW)
+    logits = torch.tensor(list(PROBS.values()), dtype=torch.float64).log()
+    choices = (logits + noise_of([stream_key(seed, 9, Stream.TOKEN) for seed in range(20000)], len(PROBS))).argmax(-1)
+    return z_of_counts(Counter(choices.tolist()), PROBS)
 
 
 def test_noisy_log_argmax_draws_from_the_distribution():

@@ -14,11 +14,11 @@ from engine.sampling import logits_processors as logit_edits
 from engine.scheduler.sequence import Sequence
 from engine.verify import coupled
 from engine.verify import dispatch as judge
-from tests.model.parameters import told
+from tests.model.parameters import tokens_and_logprobs
 from tests.model.parameters.matrix import DOCUMENT, probs_row, probs_table, table_in, trees_table
-from tests.model.parameters.subjects import EVERYTHING, GREEDY, LAWS, NUMBERS, Subject
+from tests.model.parameters.subjects import DISTRIBUTIONS, EVERYTHING, GREEDY, NUMBERS, Subject
 
-SUBJECTS = {subject.name: subject for subject in LAWS}
+SUBJECTS = {subject.name: subject for subject in DISTRIBUTIONS}
 
 
 def test_every_parameter_has_a_line():
@@ -37,12 +37,12 @@ def test_document_lists_the_enumerated_trees():
     assert table_in(DOCUMENT.read_text(), "trees") == trees_table()
 
 
-_LAW_CONTEXT = Row.sampling_context
+_CONTEXT = Row.sampling_context
 
 
 def path_forgotten(row: Row, path_ids: tuple[int, ...]) -> Any:
     """The root's distribution at every node below it."""
-    return _LAW_CONTEXT(row, ())
+    return _CONTEXT(row, ())
 
 
 def cut_after_the_step(sequence: Sequence, new_ids: list[int]) -> tuple[list[int], None]:
@@ -103,4 +103,4 @@ def test_numbers_kill(mutant: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engine.engine.logprobs_of", spoilt)
     for verifier in VERIFIER_NAMES[:3]:
         with pytest.raises(AssertionError):
-            told.check_numbers(verifier)
+            tokens_and_logprobs.check_numbers(verifier)

@@ -74,7 +74,7 @@ def test_seeded_bits_are_equal_warm_and_cold(precision):
     target = adopt(tiny_module("llama"), CPU, NATIVE, precision)
     draft = pair("llama")[1]
 
-    def told(engine: Engine, name: str, number: int) -> tuple[list[int], list[float]]:
+    def reported(engine: Engine, name: str, number: int) -> tuple[list[int], list[float]]:
         request = sampled(name, prompts()[number], seed=number, num_logprobs=0)
         outcome = run(engine, [request]).outcomes[name]
         return outcome.ids, [one.logprob for one in outcome.logprobs]
@@ -83,7 +83,7 @@ def test_seeded_bits_are_equal_warm_and_cold(precision):
     for turn in range(2):
         for number in (0, 1, 3):
             cold = tiny_engine(target, draft, BRANCHED, config=replace(ROOMY, prefix_block_tokens=0))
-            assert told(warm, f"{turn} {number}", number) == told(cold, "r", number)
+            assert reported(warm, f"{turn} {number}", number) == reported(cold, "r", number)
 
 
 def test_choices_share_one_prompt_computation():
@@ -124,9 +124,9 @@ def test_a_prompt_that_is_scored_is_computed():
     scored = greedy("2", PREFIX)
     scored = replace(scored, sampling=replace(scored.sampling, num_prompt_logprobs=0))
     session = run(engine, [scored])
-    told = [one.logprob for event in session.outcomes["2"].events for one in event.prompt_logprobs]
+    reported = [one.logprob for event in session.outcomes["2"].events for one in event.prompt_logprobs]
     probs = torch.log_softmax(own_logits("llama", [PREFIX])[0, :-1].double(), -1)
-    assert told == pytest.approx(
+    assert reported == pytest.approx(
         [float(distribution[token_id]) for distribution, token_id in zip(probs, PREFIX[1:], strict=True)], abs=1e-4
     )
     assert sum(stats.num_prefix_queries for stats in session.stats) == 0
@@ -170,14 +170,14 @@ def fates_with_a_bad_first_block(target: CausalModel) -> list[list[int] | ErrorC
     """
     engine, num_seen = tiny_engine(target, config=ROOMY), 20
     engine.add(greedy("1", PREFIX))
-    told = [token_id for event in engine.step().events for token_id in event.token_ids]
+    reported = [token_id for event in engine.step().events for token_id in event.token_ids]
     (sequence,) = engine._scheduler._running
     cache, slots_T = engine.target.cache, torch.tensor(sequence.slots[:16])
     with torch.inference_mode():
         keys_THK, values_THK = (read[0] for read in cache.gather(2, slots_T[None]))
         cache.write(2, slots_T, torch.full_like(keys_THK, math.nan), values_THK)
     outcomes = [run(engine, []).outcomes["1"], *(run(engine, [greedy(name, PREFIX[:num_seen])]).outcomes[name] for name in "23")]
-    outcomes[0].ids[:0] = told
+    outcomes[0].ids[:0] = reported
     return [one.ids if one.finish is FinishReason.LENGTH else one.events[-1].error_code for one in outcomes]
 
 

@@ -140,9 +140,9 @@ def test_preempted_sequence_continues_unchanged():
 def test_logprobs_are_the_raw_models():
     outcome = run(engine_of(Expansion(2, 2, 2)), [request_of(REGEX, seed=3, temperature=1.5, num_logprobs=2)]).outcomes["r"]
     raw = torch.log_softmax(own_logits("llama", [[*PROMPT, *outcome.ids]])[0, len(PROMPT) - 1 : -1], -1)
-    for at, (token_id, told) in enumerate(zip(outcome.ids, outcome.logprobs, strict=True)):
-        assert told.logprob == pytest.approx(float(raw[at, token_id]), abs=1e-4)
-        assert told.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
+    for at, (token_id, one) in enumerate(zip(outcome.ids, outcome.logprobs, strict=True)):
+        assert one.logprob == pytest.approx(float(raw[at, token_id]), abs=1e-4)
+        assert one.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
 
 
 # The distribution, enumerated: every text of a small language, cut after a few tokens. A block may be missing, or the prompt has
@@ -227,15 +227,15 @@ def test_blocks_masked_like_roots_are_noticed(monkeypatch):
 
 
 def only_the_root_is_masked(row, path_ids):
-    context = _LAW_CONTEXT(row, path_ids)
+    context = _CONTEXT(row, path_ids)
     return replace(context, sampling=replace(context.sampling, grammar=None)) if path_ids else context
 
 
 def every_node_is_masked_like_the_root(row, path_ids):
-    return _LAW_CONTEXT(row, ())
+    return _CONTEXT(row, ())
 
 
-_LAW_CONTEXT = Row.sampling_context
+_CONTEXT = Row.sampling_context
 
 
 @pytest.mark.parametrize("mutant", [only_the_root_is_masked, every_node_is_masked_like_the_root])
@@ -313,13 +313,13 @@ def test_resumed_sequence_continues_unchanged(name):
     request = request_of(ALL[name], seed=3, temperature=1.5)
     text = seeded_text(ALL[name], 3)
     for cut in (1, 4, len(text) - 1):
-        told = replace(request, progress=Progress(tuple(text[:cut])))
-        assert run(engine_of(Expansion(2, 2, 2)), [told]).outcomes["r"].ids == text[cut:]
+        resumed = replace(request, progress=Progress(tuple(text[:cut])))
+        assert run(engine_of(Expansion(2, 2, 2)), [resumed]).outcomes["r"].ids == text[cut:]
 
 
 def test_traced_steps_report_the_masked_distributions():
-    asked = replace(request_of(REGEX, seed=3, temperature=1.5), speculation=Speculation(is_traced=True))
-    outcome = run(engine_of(Expansion(2, 2, 2)), [asked]).outcomes["r"]
+    request = replace(request_of(REGEX, seed=3, temperature=1.5), speculation=Speculation(is_traced=True))
+    outcome = run(engine_of(Expansion(2, 2, 2)), [request]).outcomes["r"]
     assert outcome.ids == seeded_text(REGEX, 3)
     text = list(PROMPT)
     for event in outcome.events:

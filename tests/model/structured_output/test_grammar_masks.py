@@ -20,7 +20,9 @@ PROMPT = [7, 7, 7]
 EVERY = frozenset(range(V))
 
 
-def asked(held: GrammarMasks, grammar: Grammar, history: Sequence[int], paths: Sequence[tuple[int, ...]]) -> list[frozenset[int]]:
+def allowed_by(
+    held: GrammarMasks, grammar: Grammar, history: Sequence[int], paths: Sequence[tuple[int, ...]]
+) -> list[frozenset[int]]:
     bits = np.unpackbits(held.allowed(grammar, history, len(PROMPT), paths).view(np.uint8), axis=1, bitorder="little")
     return [frozenset(row[:V].nonzero()[0].tolist()) for row in bits]
 
@@ -62,7 +64,7 @@ def check(grammar: Grammar, steps: Sequence[tuple[list[int], list[tuple[int, ...
     held, history = masks(), list(PROMPT)  # one list, as a sequence has it: what was kept is found again by it
     for text, paths in steps:
         history[len(PROMPT) :] = text
-        assert asked(held, grammar, history, paths) == [expected(grammar, [*text, *path]) for path in paths]
+        assert allowed_by(held, grammar, history, paths) == [expected(grammar, [*text, *path]) for path in paths]
 
 
 @settings(max_examples=25)
@@ -110,7 +112,7 @@ def test_sequences_of_one_grammar_are_independent():
     histories = [[*PROMPT, *ids_of(text)] for text in ("ab", "abc", "cab", "bb", "aa,1")]
     for length in (4, 5, 6, 7):
         for history in histories:
-            (found,) = asked(held, REGEX, history[:length], [()])
+            (found,) = allowed_by(held, REGEX, history[:length], [()])
             assert found == expected(REGEX, history[:length][len(PROMPT) :])
 
 
@@ -123,7 +125,7 @@ def test_what_is_allowed_can_still_match(grammar):
     held = masks()
     front: list[tuple[int, ...]] = [()]
     for _ in range(4):
-        found = dict(zip(front, asked(held, grammar, PROMPT, front), strict=True))
+        found = dict(zip(front, allowed_by(held, grammar, PROMPT, front), strict=True))
         for path, allowed in found.items():
             assert allowed, "some token can come"
             assert (EOS in allowed) == bool(whole.fullmatch(text_of(path)))
@@ -134,7 +136,7 @@ def test_what_is_allowed_can_still_match(grammar):
 
 def test_unknown_rows_and_special_tokens_are_masked():
     anything = Grammar(GrammarKind.REGEX, "(.|\n)*")
-    (allowed,) = asked(masks(), anything, PROMPT, [()])
+    (allowed,) = allowed_by(masks(), anything, PROMPT, [()])
     assert allowed == {EOS, *range(3, 3 + 32 + 10 + 1)}  # characters, merges and the line break
 
 
@@ -145,11 +147,11 @@ def test_abandoned_matcher_allows_nothing_and_isolates_others(monkeypatch):
     monkeypatch.setattr(grammars, "_LIMITS", LLParserLimits(max_lexer_states=40, verbose_errors=False))
     text = ids_of("abaababbabaaabab")
     paths = [tuple(text[:length]) for length in range(len(text))]
-    found = asked(held, long, history, paths)
+    found = allowed_by(held, long, history, paths)
     assert found[0]
     assert not found[-1]
-    assert asked(held, REGEX, history, [()]) == [expected(REGEX, [])]
-    assert asked(held, long, history, [(), paths[-1]]) == [found[0], frozenset()]
+    assert allowed_by(held, REGEX, history, [()]) == [expected(REGEX, [])]
+    assert allowed_by(held, long, history, [(), paths[-1]]) == [found[0], frozenset()]
 
 
 @pytest.mark.parametrize("text", ["", "a", 'say "a\\b"\n', "\x00\x7f", "日本 😀", "[a]*", "{{x}}", " - "])

@@ -32,7 +32,7 @@ def traced(request: Request) -> Request:
     return replace(request, speculation=replace(request.speculation, is_traced=True))
 
 
-def asked(tree: str) -> list[Request]:
+def traced_requests(tree: str) -> list[Request]:
     """Greedy, coupled and sampled requests, with edits and truncation; all are traced."""
     verifier = VERIFIERS.get(tree.split(".")[0], "traversal")
     cut: dict[str, Any] = {"temperature": 0.7, "top_k": 9, "max_tokens": NUM_TOKENS}
@@ -91,7 +91,7 @@ def own_probs(module: PreTrainedModel, text: Sequence[int], num_prompt: int, sam
 def run_pair(tree: str) -> tuple[Session, PreTrainedModel, PreTrainedModel]:
     target, draft = pair_of()
     engine = tiny_engine(target, draft, FixedExpansion(parse_expansion(tree)))
-    return run(engine, asked(tree)), twin(target), twin(draft)
+    return run(engine, traced_requests(tree)), twin(target), twin(draft)
 
 
 def traces_of(session: Session, name: str) -> list[RowTrace]:
@@ -108,9 +108,9 @@ def check_distributions(session: Session, requests: Sequence[Request], target: P
             tree = row.tree
             for node in range(1, tree.num_nodes):
                 before = [*text, *(tree.token_ids[v] for v in tree.path(tree.parents[node])[1:])]
-                for module, told in ((target, probs.target), (draft, probs.draft)):
+                for module, reported in ((target, probs.target), (draft, probs.draft)):
                     distribution = own_probs(module, before, num_prompt, request.sampling)
-                    assert told[node - 1] == pytest.approx(float(distribution[tree.token_ids[node]]), abs=2e-5)
+                    assert reported[node - 1] == pytest.approx(float(distribution[tree.token_ids[node]]), abs=2e-5)
             path = [*text, *(tree.token_ids[v] for v in row.path[1:])]
             assert row.extra_id is not None
             distribution = own_probs(target, path, num_prompt, request.sampling)
@@ -123,7 +123,7 @@ def check_distributions(session: Session, requests: Sequence[Request], target: P
 @pytest.mark.parametrize("tree", TREES)
 def test_reported_probabilities_are_the_models(tree: str) -> None:
     session, target, draft = run_pair(tree)
-    check_distributions(session, asked(tree), target, draft)
+    check_distributions(session, traced_requests(tree), target, draft)
     assert any(trace.row.tree.num_nodes > 3 for name in ("greedy", "coupled", "drawn") for trace in traces_of(session, name))
 
 
@@ -160,15 +160,15 @@ def test_probability_reports_detect(mutant: Callable[[pytest.MonkeyPatch], None]
     tree = "heap.6"
     session, target, draft = run_pair(tree)
     with pytest.raises(AssertionError):
-        check_distributions(session, asked(tree), target, draft)
+        check_distributions(session, traced_requests(tree), target, draft)
 
 
 def test_untraced_requests_get_no_report() -> None:
-    requests = [traced(greedy("asks", LONG)), greedy("does not", LONG), sampled("nor this", LONG, 5)]
+    requests = [traced(greedy("traced", LONG)), greedy("does not", LONG), sampled("nor this", LONG, 5)]
     session = run(tiny_engine(*pair_of(), FixedExpansion(Expansion(2, 2, 2))), requests)
-    told = {name: [event.trace is not None for event in one.events] for name, one in session.outcomes.items()}
-    assert all(told.pop("asks"))
-    assert not any(any(flags) for flags in told.values())
+    has_trace = {name: [event.trace is not None for event in one.events] for name, one in session.outcomes.items()}
+    assert all(has_trace.pop("traced"))
+    assert not any(any(flags) for flags in has_trace.values())
 
 
 def test_tracing_changes_no_token() -> None:
@@ -200,11 +200,11 @@ def engine_with_cached_text() -> Engine:
 
 def test_parts_report_the_source_of_nodes() -> None:
     """A prediction is reported as one, earlier text as cached, and a model's tokens before the fork as trunk."""
-    said = run(engine_with_cached_text(), [greedy("said", LONG)]).outcomes["said"].ids
-    predicted = replace(traced(greedy("foretold", LONG)), prediction_ids=tuple(said))
+    repeated_ids = run(engine_with_cached_text(), [greedy("plain", LONG)]).outcomes["plain"].ids
+    predicted = replace(traced(greedy("predicted", LONG)), prediction_ids=tuple(repeated_ids))
     repeated = traced(greedy("repeated", [*LONG, *LONG, *LONG[:4]]))
     session = run(engine_with_cached_text(), [predicted, repeated])
-    assert any("prediction" in parts_of(trace.row) for trace in traces_of(session, "foretold"))
+    assert any("prediction" in parts_of(trace.row) for trace in traces_of(session, "predicted"))
     assert any("cached" in parts_of(trace.row) for trace in traces_of(session, "repeated"))
 
 

@@ -63,17 +63,17 @@ def check_trace(path: Path, session: Session, requests: list[Request]) -> None:
 def check_rows(rows: list[TracedRow], request: Request, text: list[int]) -> None:
     """Check that rows follow each other: each tree starts at the previous last token, and its outcome is on its path."""
     sampling = request.sampling
-    told = [*request.prompt_ids]
+    sequence = [*request.prompt_ids]
     for row in rows:
-        assert (row.root_position, row.tree.token_ids[0]) == (len(told) - 1, told[-1])
+        assert (row.root_position, row.tree.token_ids[0]) == (len(sequence) - 1, sequence[-1])
         assert row.tree.path(row.path[-1]) == row.path
         assert (row.sampling.temperature, row.sampling.top_p) == (sampling.temperature, sampling.top_p)
         assert row.sampling.is_seeded == (sampling.seed is not None)
         outcome = [*(row.tree.token_ids[node] for node in row.path[1:]), row.extra_id]
         assert list(row.emitted_ids) == outcome[: len(row.emitted_ids)]
         assert len(row.emitted_ids) == len(outcome) or row.finish is not None
-        told.extend(row.emitted_ids)
-    assert told[len(request.prompt_ids) :] == text
+        sequence.extend(row.emitted_ids)
+    assert sequence[len(request.prompt_ids) :] == text
     assert [row.finish is not None for row in rows] == [False] * (len(rows) - 1) + [True]
 
 
@@ -93,9 +93,9 @@ def test_trace_contains_all_inputs_of_distributions(tmp_path):
     sampling = SamplingParams(0.8, top_p=0.9, top_k=9, min_p=0.01, max_tokens=4, **limits, **tokens)
     traced_run(engine_of("llama", "model", TREE), [Request("r", tuple(LONG), sampling)], tmp_path / "trace")
     for row in rows_of(tmp_path / "trace")["r"]:
-        told = {name: value for name, value in msgspec.structs.asdict(row.sampling).items() if name != "is_seeded"}
-        assert told == {name: getattr(sampling, name) for name in told}
-        assert set(limits) | set(tokens) <= set(told)
+        recorded = {name: value for name, value in msgspec.structs.asdict(row.sampling).items() if name != "is_seeded"}
+        assert recorded == {name: getattr(sampling, name) for name in recorded}
+        assert set(limits) | set(tokens) <= set(recorded)
 
 
 def before_the_cut(step: int, outcome: RowOutcome, probs: TreeProbs) -> TracedRow:

@@ -22,9 +22,9 @@ dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.ui
 
 
 @given(st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=8))
-def test_tensors_are_as_requested_and_disjoint(asked):
-    tensors = [huge_pages.empty(*one) for one in asked]
-    for number, (tensor, (shape, dtype)) in enumerate(zip(tensors, asked, strict=True)):
+def test_tensors_are_as_requested_and_disjoint(requested):
+    tensors = [huge_pages.empty(*one) for one in requested]
+    for number, (tensor, (shape, dtype)) in enumerate(zip(tensors, requested, strict=True)):
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % 64 == 0 or not tensor.numel()

@@ -16,15 +16,15 @@ from engine.verify.node_plans import NodeFamilies, NodePlan, TargetDraw
 from engine.verify.one_token import AcceptChosen, OneToken, SelectedDraw, Selection
 from engine.verify.selections import BestRanked
 from engine.verify.two_phase import PlannedForest
-from tests.enumeration import Law, TinyModel, batch_of, delayed_trees, set_and_sample_trees
+from tests.enumeration import Distribution, TinyModel, batch_of, delayed_trees, set_and_sample_trees
 from tests.model.verify.given import given_by
 from tests.model.verify.rules_under_test import EXACT, ON_DELAYED, RULES, stop_probs
 from tests.model.verify.test_verify_plans import PLANS, AcceptsAlways
 
-Formula = Callable[[Law, Law, int], float]
+Formula = Callable[[Distribution, Distribution, int], float]
 
 
-def optimum(target: Law, draft: Law, num_draws: int, mass: float = 1.0) -> float:
+def optimum(target: Distribution, draft: Distribution, num_draws: int, mass: float = 1.0) -> float:
     """Return alpha*(a) = min over H of a p(H) + 1 - q(H)^k, H a prefix of the tokens in falling q / p (arXiv 2502.18779)."""
     order = np.argsort(-draft / target)
     prefixes = [order[:size] for size in range(len(order) + 1)]
@@ -34,22 +34,22 @@ def optimum(target: Law, draft: Law, num_draws: int, mass: float = 1.0) -> float
 # Closed forms of P(some draft is accepted) for k i.i.d. draws.
 
 
-def one_draw(target: Law, draft: Law, num_draws: int) -> float:
+def one_draw(target: Distribution, draft: Distribution, num_draws: int) -> float:
     return float(np.minimum(target, draft).sum())
 
 
-def own_draw(target: Law, draft: Law, num_draws: int) -> float:
+def own_draw(target: Distribution, draft: Distribution, num_draws: int) -> float:
     """NSS: y ~ p is among the draws."""
     return float((target * (1.0 - (1.0 - draft) ** num_draws)).sum())
 
 
-def first_then_hit(target: Law, draft: Law, num_draws: int) -> float:
+def first_then_hit(target: Distribution, draft: Distribution, num_draws: int) -> float:
     """NaiveTree: the first, or a token of (p - q)+ that is among the others."""
     hit = 1.0 - (1.0 - draft) ** (num_draws - 1)
     return float((np.minimum(target, draft) + np.maximum(target - draft, 0.0) * hit).sum())
 
 
-def k_seq(target: Law, draft: Law, num_draws: int) -> float:
+def k_seq(target: Distribution, draft: Distribution, num_draws: int) -> float:
     """1 - (1 - beta)^k, beta = sum min(p / r, q), r where it equals r beta; by a fine grid, not by bisection."""
     divisors = np.linspace(1.0, num_draws, 20001)
     beta = np.minimum(target / divisors[:, None], draft).sum(-1)
@@ -57,7 +57,7 @@ def k_seq(target: Law, draft: Law, num_draws: int) -> float:
     return float(accepted[(accepted <= divisors * beta + 1e-15).argmax()])
 
 
-def in_rounds(target: Law, draft: Law, num_draws: int) -> float:
+def in_rounds(target: Distribution, draft: Distribution, num_draws: int) -> float:
     """SpecInfer, as Dynamic Delayed Tree Expansion (arXiv 2602.16994) writes it; its last residual holds no draft."""
     refused = 1.0
     for _ in range(num_draws):
@@ -131,7 +131,7 @@ def is_optimal_for_one(plan: NodePlan, mass: float) -> bool:
 # Choices: the reported distribution is the distribution of the choice.
 
 
-def chosen_probs(selection: Selection, model: TinyModel, num_draws: int) -> tuple[Law, Law]:
+def chosen_probs(selection: Selection, model: TinyModel, num_draws: int) -> tuple[Distribution, Distribution]:
     """Return the distribution of the chosen token, by enumeration of the draws and as the selection reports it."""
     trees = delayed_trees(model, Expansion(0, num_draws, 1))
     batch = batch_of(model, trees)
@@ -158,16 +158,16 @@ class WorstRanked(BestRanked):
 )
 def test_distribution_of_the_chosen_draw_is_reported(selection: Selection, num_draws: int) -> None:
     for flavour in ("generic", "sparse", "equal"):
-        drawn, told = chosen_probs(selection, TinyModel(4, 3, flavour), num_draws)
-        assert told == pytest.approx(drawn, abs=EXACT)
-    drawn, told = chosen_probs(WorstRanked(), TinyModel(4, 3), num_draws)
-    assert np.abs(drawn - told).max() > 1e-2
+        drawn, reported = chosen_probs(selection, TinyModel(4, 3, flavour), num_draws)
+        assert reported == pytest.approx(drawn, abs=EXACT)
+    drawn, reported = chosen_probs(WorstRanked(), TinyModel(4, 3), num_draws)
+    assert np.abs(drawn - reported).max() > 1e-2
 
 
 # The reference: mean gap to the optimum over random pairs of distributions.
 
 
-def accepted_of(plan: NodePlan, pairs: Sequence[tuple[Law, Law]], num_draws: int) -> Law:
+def accepted_of(plan: NodePlan, pairs: Sequence[tuple[Distribution, Distribution]], num_draws: int) -> Distribution:
     """Return what the plan accepts of each (target, draft) pair, over all draws."""
     outcomes = list(itertools.product(range(len(pairs[0][0])), repeat=num_draws))
     trees = [star(draws) for draws in outcomes] * len(pairs)
@@ -187,12 +187,12 @@ def star(draws: Sequence[int]) -> TokenTree:
     return TokenTree((-1, *[0] * len(kids)), (0, *kids), (tuple(1 + kids.index(x) for x in draws), *[()] * len(kids)))
 
 
-def random_pairs(count: int, vocab_size: int, seed: int) -> list[tuple[Law, Law]]:
+def random_pairs(count: int, vocab_size: int, seed: int) -> list[tuple[Distribution, Distribution]]:
     rng = np.random.default_rng(seed)
     return [(rng.dirichlet(np.ones(vocab_size)), rng.dirichlet(np.ones(vocab_size))) for _ in range(count)]
 
 
-def mean_gap(plan: NodePlan, pairs: Sequence[tuple[Law, Law]], num_draws: int) -> float:
+def mean_gap(plan: NodePlan, pairs: Sequence[tuple[Distribution, Distribution]], num_draws: int) -> float:
     best = np.array([optimum(target, draft, num_draws) for target, draft in pairs])
     return float((best - accepted_of(plan, pairs, num_draws)).mean())
 

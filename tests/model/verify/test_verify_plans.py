@@ -11,7 +11,7 @@ import torch
 from engine.core.tree import Expansion
 from engine.verify.directions import BottomUp, TopDown
 from engine.verify.node_plans import AcceptanceSplit, NodeFamilies, NodePlan, WithReplacement
-from tests.enumeration import DrawnTree, Law, TinyModel, batch_of, delayed_trees
+from tests.enumeration import Distribution, DrawnTree, TinyModel, batch_of, delayed_trees
 from tests.model.verify.given import given_by
 from tests.model.verify.rules_under_test import BLOCK, EXACT, ON_DELAYED, RULES, TRAVERSAL, outcomes_of, rule_of
 
@@ -52,11 +52,11 @@ class Shares(NamedTuple):
     none: float
 
 
-Pi = Callable[[Law, Law, list[int], float], Shares]
+Pi = Callable[[Distribution, Distribution, list[int], float], Shares]
 
 
 def in_order(removes: bool) -> Pi:
-    def shares(target: Law, draft: Law, tokens: list[int], mass: float) -> Shares:
+    def shares(target: Distribution, draft: Distribution, tokens: list[int], mass: float) -> Shares:
         left, result = 1.0, []
         for token_id in tokens:
             odds = min(1.0, mass * target[token_id] / draft[token_id])
@@ -74,11 +74,11 @@ def in_order(removes: bool) -> Pi:
     return shares
 
 
-def own_share(target: Law, draft: Law, tokens: list[int], mass: float) -> Shares:
+def own_share(target: Distribution, draft: Distribution, tokens: list[int], mass: float) -> Shares:
     return Shares([mass * target[token_id] for token_id in tokens], 1.0 - mass)
 
 
-def first_or_rest(target: Law, draft: Law, tokens: list[int], mass: float) -> Shares:
+def first_or_rest(target: Distribution, draft: Distribution, tokens: list[int], mass: float) -> Shares:
     """NaiveTree: the first draw, or a token of (p - q)+, which may be another draw."""
     taken = min(1.0, target[tokens[0]] / draft[tokens[0]])
     rest = np.maximum(target - draft, 0.0)
@@ -87,7 +87,7 @@ def first_or_rest(target: Law, draft: Law, tokens: list[int], mass: float) -> Sh
     return Shares([0.0 if x in tokens[:i] else mass * named[x] for i, x in enumerate(tokens)], 1.0 - mass)
 
 
-def set_or_last(target: Law, draft: Law, tokens: list[int], mass: float) -> Shares:
+def set_or_last(target: Distribution, draft: Distribution, tokens: list[int], mass: float) -> Shares:
     """The last child is a sample of q off the others."""
     *fixed, sample = tokens
     off_set = draft.copy()

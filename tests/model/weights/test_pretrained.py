@@ -60,8 +60,8 @@ def test_code_of_a_model_folder_never_runs(model_type: str | None, tmp_path: Pat
     folder = _folder(tmp_path / "model", marker)
     _edited(folder / "config.json", model_type=model_type, auto_map=AUTO)
     assert main(["doctor", "--model", str(folder)]) == (0 if model_type == "llama" else 2)
-    said = capsys.readouterr().out
-    assert ("code of its own folder, which is never run" in said) == (model_type != "llama")
+    output = capsys.readouterr().out
+    assert ("code of its own folder, which is never run" in output) == (model_type != "llama")
     if model_type == "llama":
         assert load_module(folder).config.model_type == "llama"
     else:
@@ -125,9 +125,9 @@ def test_architectures_are_refused_by_name(model_type: str, why: str, tmp_path: 
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     byte_level().save_pretrained(tmp_path)
     assert main(["doctor", "--model", str(tmp_path)]) == 2
-    said = capsys.readouterr().out
-    assert f"model type '{model_type}' is not supported: " in said
-    assert why in said
+    output = capsys.readouterr().out
+    assert f"model type '{model_type}' is not supported: " in output
+    assert why in output
 
 
 def test_every_causal_type_passes_or_is_refused() -> None:

@@ -25,19 +25,19 @@ CASES = [("llama", "smollm", True), ("qwen2", "qwen2", False)]
 
 
 def _convert(folder: Path, architecture: str, splitter: str, is_tied: bool) -> tuple[Path, dict[str, np.ndarray]]:
-    worth = write_gguf(folder / "tiny.gguf", tiny_model(architecture, is_tied=is_tied), architecture, splitter)
+    dequantized = write_gguf(folder / "tiny.gguf", tiny_model(architecture, is_tied=is_tied), architecture, splitter)
     convert.convert(folder / "tiny.gguf", folder / "out")
-    return folder / "out", worth
+    return folder / "out", dequantized
 
 
 @pytest.mark.parametrize(("architecture", "splitter", "is_tied"), CASES)
 def test_weights_equal_file_and_are_stored_once(tmp_path, architecture, splitter, is_tied):
-    folder, worth = _convert(tmp_path, architecture, splitter, is_tied)
+    folder, dequantized = _convert(tmp_path, architecture, splitter, is_tied)
     stored = load_file(folder / "model.safetensors")
-    assert stored.keys() == worth.keys()
+    assert stored.keys() == dequantized.keys()
     assert ("lm_head.weight" in stored) is not is_tied
     for name, tensor in stored.items():
-        assert torch.equal(tensor.float(), torch.from_numpy(worth[name].copy())), name
+        assert torch.equal(tensor.float(), torch.from_numpy(dequantized[name].copy())), name
 
 
 @pytest.mark.parametrize("kind", [Type[name] for name in convert.TYPES], ids=lambda kind: kind.name)
@@ -62,11 +62,11 @@ def test_every_type_keeps_its_values(tmp_path, kind):
 
 
 def test_a_preset_may_round_its_weights(tmp_path):
-    worth = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=True), "llama", "smollm")
+    dequantized = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=True), "llama", "smollm")
     convert.convert(tmp_path / "tiny.gguf", tmp_path / "out", "bfloat16")
     for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
         assert tensor.dtype == torch.bfloat16
-        assert torch.equal(tensor, torch.from_numpy(worth[name].copy()).bfloat16()), name
+        assert torch.equal(tensor, torch.from_numpy(dequantized[name].copy()).bfloat16()), name
 
 
 def test_a_narrow_format_must_hold_every_number(tmp_path):
@@ -145,9 +145,9 @@ def _change_type(path: Path, tensor: str, kind: int) -> None:
 def test_mutant_keeping_file_row_order_differs(tmp_path, monkeypatch):
     """The mutant of the test above: a file without reordered queries represents a converter that does not restore them."""
     monkeypatch.setattr(tiny_gguf, "_interleave", lambda rows, _: rows)
-    folder, worth = _convert(tmp_path, "llama", "smollm", True)
+    folder, dequantized = _convert(tmp_path, "llama", "smollm", True)
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(load_file(folder / "model.safetensors")[name].float(), torch.from_numpy(worth[name].copy()))
+    assert not torch.equal(load_file(folder / "model.safetensors")[name].float(), torch.from_numpy(dequantized[name].copy()))
 
 
 @pytest.mark.parametrize(("architecture", "splitter", "is_tied"), CASES)
@@ -184,9 +184,9 @@ def test_gguf_file_is_a_reference_converted_once(tmp_path, capfd):
     write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=True), "llama", "smollm")
     capfd.readouterr()
     first = resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache")
-    told = capfd.readouterr().err
-    assert "converting tiny.gguf\n" in told
-    assert "\r" not in told, "bars of libraries in a log"
+    log = capfd.readouterr().err
+    assert "converting tiny.gguf\n" in log
+    assert "\r" not in log, "bars of libraries in a log"
     assert (first.name, first.gguf) == ("tiny", tmp_path / "tiny.gguf")
     assert json.loads((first.folder / "config.json").read_text())["model_type"] == "llama"
     (first.folder / "mark").touch()

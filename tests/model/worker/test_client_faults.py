@@ -308,7 +308,7 @@ async def test_a_stopped_process_is_a_hang_too(clock: SkippingClock) -> None:
         assert "it hung" in client.health.detail
 
 
-async def check_a_sleepy_event_loop_blames_nobody(client: WorkerClient, clock: SkippingClock) -> None:
+async def check_slow_event_loop_restarts_no_worker(client: WorkerClient, clock: SkippingClock) -> None:
     async with running(client):
         await until(lambda: client.health.heartbeat_age_s is not None)
         assert client._connection is not None
@@ -320,7 +320,7 @@ async def check_a_sleepy_event_loop_blames_nobody(client: WorkerClient, clock: S
 
 
 async def test_slow_event_loop_blames_no_request(clock: SkippingClock) -> None:
-    await check_a_sleepy_event_loop_blames_nobody(worker_client(supervision=PATIENT), clock)
+    await check_slow_event_loop_restarts_no_worker(worker_client(supervision=PATIENT), clock)
 
 
 async def test_judging_before_reading_the_mail_is_noticed(clock: SkippingClock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ async def test_judging_before_reading_the_mail_is_noticed(clock: SkippingClock, 
 
     monkeypatch.setattr(WorkerConnection, "_unread", hasty)
     with pytest.raises((AssertionError, EngineUnavailable)):
-        await check_a_sleepy_event_loop_blames_nobody(worker_client(supervision=PATIENT), clock)
+        await check_slow_event_loop_restarts_no_worker(worker_client(supervision=PATIENT), clock)
 
 
 async def test_failed_start_returns_the_worker_message() -> None:

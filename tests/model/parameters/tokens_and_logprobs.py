@@ -35,8 +35,8 @@ def texts_differ(model: RequestedModel) -> int:
         expected = _plain_text(model, seed)
         for tree, verdict in zip(trees, verdicts, strict=True):
             assert isinstance(verdict, Verdict)
-            said = accepted(model.request, (*tree.contexts[verdict.path[-1]], verdict.extra_id))
-            num_differ += said != expected[: len(said)]
+            found = accepted(model.request, (*tree.contexts[verdict.path[-1]], verdict.extra_id))
+            num_differ += found != expected[: len(found)]
     return num_differ
 
 
@@ -70,13 +70,13 @@ def check_numbers(verifier: str) -> None:
     session = run(engine, [Request("r", _TEXT, sampling, Speculation(verifier=verifier, expansion=expansion))])
     assert sum(stats.num_accepted_tokens for stats in session.stats), "something was accepted"
     outcome = session.outcomes["r"]
-    told = [one for event in outcome.events for one in event.prompt_logprobs] + outcome.logprobs
-    _check([*_TEXT, *outcome.ids], told)
+    reported = [one for event in outcome.events for one in event.prompt_logprobs] + outcome.logprobs
+    _check([*_TEXT, *outcome.ids], reported)
 
 
-def _check(ids: Sequence[int], told: Sequence[TokenLogprobs]) -> None:
+def _check(ids: Sequence[int], reported: Sequence[TokenLogprobs]) -> None:
     probs_TV = torch.log_softmax(own_logits("llama", [ids])[0, :-1].double(), -1)
-    assert len(told) == len(probs_TV)
-    for probs_V, token_id, one in zip(probs_TV, ids[1:], told, strict=True):
+    assert len(reported) == len(probs_TV)
+    for probs_V, token_id, one in zip(probs_TV, ids[1:], reported, strict=True):
         assert one.logprob == pytest.approx(float(probs_V[token_id]), abs=TOLERANCE)
         assert list(one.top_logprobs) == pytest.approx(probs_V.topk(_NUM_TOP).values.tolist(), abs=TOLERANCE)
