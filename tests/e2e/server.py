@@ -21,7 +21,7 @@ _START_LIMIT_S = 600.0
 
 @dataclass(frozen=True)
 class RunningServer:
-    """Where it listens and its process."""
+    """The address and the process of a server."""
 
     url: str
     port: int

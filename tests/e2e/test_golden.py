@@ -140,7 +140,7 @@ def _mixed_batch(golden: Golden, shift: int) -> tuple[list[Request], dict[str, t
 
 
 def test_seeded_completion_is_equal_with_speculation(golden: Golden) -> None:
-    """Plain decoding alone; the expansions in one batch, whose passes are dear."""
+    """Plain decoding runs alone. The expansions run in one batch, because their passes are slow."""
     sampling = SamplingParams(temperature=0.8, seed=11, max_tokens=16)
     ways = {str(expansion): Speculation(expansion=expansion) for expansion in EXPANSIONS[:4]}
     for drafter in golden.drafters:

@@ -75,7 +75,7 @@ def plain(cases: list[Case]) -> Texts:
 
 @dataclass(frozen=True)
 class Run:
-    """What requests got, and how much of it had been drafted."""
+    """The completions of requests, and how much of each had been drafted."""
 
     texts: Texts
     num_accepted: int

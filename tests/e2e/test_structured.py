@@ -1,4 +1,4 @@
-"""Real weights held to a schema: the JSON is whole and the schema's, drafts are accepted, and it is plain decoding's text."""
+"""Real weights constrained by a schema: the JSON is complete and valid, drafts are accepted, and it equals plain decoding."""
 
 import json
 import re

@@ -23,7 +23,7 @@ class Outcome:
 
 @dataclass
 class Session:
-    """What a run brought: outcomes by request, the numbers of each step."""
+    """The results of a run: outcomes by request, and the numbers of each step."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     stats: list[StepStats] = field(default_factory=list)

@@ -65,7 +65,7 @@ class Run:
     num_used_slots: int
 
     def faults(self, cast: Cast, expected: Sequence[Outcome]) -> list[str]:
-        """Return what is wrong with it, a line each."""
+        """Return the faults, a line each."""
         faults = [f"stream {n} differs" for n, one in enumerate(self.outcomes) if not _is_right(n, one, expected[n])]
         faults += [f"a request that cannot run ended with {code}" for code in self.refusals if code != "request_refused"]
         if (len(self.kills), self.num_restarts) != (cast.num_kills, cast.num_kills):
@@ -92,7 +92,7 @@ def _is_right(number: int, outcome: Outcome, expected: Outcome) -> bool:
 
 
 async def disturbed(cast: Cast, expected: Sequence[Outcome]) -> Run:
-    """Return what the streams bring while workers are killed; alone they would bring what is expected."""
+    """Return the tokens of the streams while workers are killed. Undisturbed they would be the expected ones."""
     num_tokens = sum(len(one.token_ids) for number, one in enumerate(expected) if leaves_after(number) is None)
     client = CountingClient(ProcessLauncher(cast.config, cast.factory), cast.config.scheduler, _SUPERVISION)
     kills: list[float] = []

@@ -23,7 +23,7 @@ def build_tiny(config: EngineConfig) -> SteppedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """What is played: an engine, the streams, and how many workers are killed."""
+    """The parts: an engine, the streams, and how many workers are killed."""
 
     factory: EngineFactory
     config: EngineConfig
@@ -79,7 +79,7 @@ def reads_slowly(number: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one stream brought."""
+    """The result of one stream."""
 
     token_ids: tuple[int, ...]
     num_logprobs: int

@@ -32,7 +32,7 @@ _IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cach
 
 @dataclass
 class Findings:
-    """What came of the bodies: statuses by how often, and what should not have come."""
+    """The results of the bodies: counts of statuses, and the faults."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Findings:
 
 
 def problem_of(answer: httpx.Response) -> str | None:
-    """Return what is wrong with an answer."""
+    """Return the faults of an answer."""
     text = answer.text
     if answer.status_code >= 500 and not (answer.status_code == 504 and _DEADLINE in text):
         return f"{answer.status_code}: {text[:300]}"

@@ -31,7 +31,7 @@ _NUM_DESCRIPTORS = 1024  # of the server
 _AT_ONCE = 50  # connections that are opened without a pause
 _SLOW_S = 0.5  # between two bytes of a slow body
 _HEALTH_S = 0.05  # between two requests for /health
-_WATCH_S = 0.2  # between two looks at what the server holds
+_WATCH_S = 0.2  # between two samples of the server's resources
 _LIMIT_S = 180.0  # of all of it: a server that is stopped accepts no connection
 _FLAGS = ("--drafter", "ngram", "--policy", "fixed", "--max-running", "64", "--max-model-len", "512", "--spare-worker", "false")
 MOST_HEALTH_S, MOST_KIB, MOST_LOG_BYTES = 1.0, 64 * 1024.0, 1 << 20
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Siege:
-    """What it brought."""
+    """The results of a siege."""
 
     num_different: int  # streams
     slowest_health_s: float
@@ -64,7 +64,7 @@ class Siege:
 
     @property
     def faults(self) -> list[str]:
-        """What must not be."""
+        """Return the faults, a line each."""
         found = {
             f"{self.num_different} streams are other than undisturbed": self.num_different > 0,
             f"/health took {self.slowest_health_s:.2f} s": self.slowest_health_s > MOST_HEALTH_S,
@@ -123,17 +123,17 @@ async def _open_silent(port: int, num_silent: int) -> list[asyncio.BaseTransport
     return opened
 
 
-def _held(pid: int) -> tuple[float, float]:
+def _usage(pid: int) -> tuple[float, float]:
     """Return the memory of a process in KiB, and how many descriptors it has."""
     status = Path(f"/proc/{pid}/status").read_text()
     return float(status.split("VmRSS:")[1].split()[0]), float(len(os.listdir(f"/proc/{pid}/fd")))
 
 
 async def _watch(server: RunningServer, seen: dict[str, float]) -> None:
-    """Note again and again what the server holds."""
-    before, _ = _held(server.process.pid)
+    """Record the server's resources repeatedly."""
+    before, _ = _usage(server.process.pid)
     while True:
-        memory, num_files = _held(server.process.pid)
+        memory, num_files = _usage(server.process.pid)
         seen["grown_kib"] = max(seen["grown_kib"], memory - before)
         seen["files"] = max(seen["files"], num_files)
         await asyncio.sleep(_WATCH_S)

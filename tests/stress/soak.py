@@ -40,7 +40,7 @@ _KEPT = (
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """What it brought: how the requests ended, and what the server held in between."""
+    """The results: how the requests ended, and the server's resources in between."""
 
     statuses: Counter[str]
     samples: tuple[Sample, ...]

@@ -36,7 +36,7 @@ _REST_S = 60.0  # in which a busy machine must have noticed that they are gone
 
 @dataclass
 class Weather:
-    """What those that behave have lived: seconds to each first token, and what went wrong."""
+    """The measurements of well-behaved clients: seconds to each first token, and faults."""
 
     first_token_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Plan:
 
 
 async def _vanishing(address: tuple[str, int], draw: random.Random, plan: Plan) -> tuple[str, str]:
-    """Connect, begin, vanish; return what was begun and the first line of the answer if one came."""
+    """Connect, begin, vanish. Return what was begun and the first line of the answer if there was one."""
     kind, lingers, patience_s = draw.choice(KINDS), draw.random() < 0.5, draw.random() * plan.patience_s
     await asyncio.sleep(draw.random() * plan.spread_s)
     reader, writer = await asyncio.open_connection(*address, limit=1 << 16)
@@ -167,7 +167,7 @@ async def storm(url: str, plan: Plan) -> Storm:
 
 
 def warm(url: str) -> None:
-    """Have a server load what it loads when that is first needed."""
+    """Have a server load its lazy parts."""
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "structured_outputs": {"regex": "[a-c]{2}"}}
     httpx.post(
         url + "/v1/completions", json=body, headers={"Authorization": f"Bearer {CALM}"}, timeout=_REST_S
@@ -175,7 +175,7 @@ def warm(url: str) -> None:
 
 
 def rest(server: RunningServer, before: Sample) -> list[str]:
-    """Wait until a server has come to rest and holds what it held; return what it still does and holds if it does not."""
+    """Wait until a server is idle and its resources are as before. Return the differences otherwise."""
     end_s = time.monotonic() + _REST_S
     while True:
         time.sleep(0.5)  # the measuring connection has left too

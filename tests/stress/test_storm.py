@@ -42,8 +42,8 @@ class Stage:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, headers={"Authorization": f"Bearer {CALM}"})
 
-    def held(self) -> dict[str, object]:
-        """Return what is held that must be the same before and after."""
+    def resources(self) -> dict[str, object]:
+        """Return the resources that must be equal before and after."""
         assert self.service._loop is not None
         scheduler = self.engine._scheduler
         return {
@@ -78,13 +78,13 @@ def staged(texts: TextCache | None = None) -> Iterator[Stage]:
 
 
 def leak_of(stage: Stage, num_clients: int) -> dict[str, object]:
-    """Return what is held more than before, or otherwise, once a storm has passed and nothing changes or patience ends."""
+    """Return the resources that differ once a storm is over and nothing changes or patience ends."""
     few = Plan(8, -1, least_calm=1, spread_s=0.2, patience_s=1.5, has_grammars=False)
     asyncio.run(storm(stage.url, few))  # what is made when first needed is
-    before = _at_rest(stage.held, lambda held: held["unrest"] == [] and held["request_table"] == 0)
+    before = _at_rest(stage.resources, lambda resources: resources["unrest"] == [] and resources["request_table"] == 0)
     passed = asyncio.run(storm(stage.url, replace(few, num_clients=num_clients, seed=0, spread_s=0.5)))
     assert passed.calm.problems + passed.storm.problems == []
-    after = _at_rest(stage.held, lambda held: not _more(before, held))
+    after = _at_rest(stage.resources, lambda resources: not _more(before, resources))
     return _more(before, after)
 
 

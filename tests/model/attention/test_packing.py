@@ -54,7 +54,7 @@ def check_flat(batch: PackedBatch, packed: list[Segment]) -> None:
 
 
 def check_order(batch: PackedBatch) -> None:
-    """What the groups put out, end to end, comes back in packed order."""
+    """The concatenated outputs of the groups return in packed order."""
     padded = batch.padded
     index = torch.cat([group.token_index_BT.flatten() for group in padded.groups])
     assert index[padded.unpad_T].tolist() == list(range(batch.num_tokens))
@@ -160,7 +160,7 @@ def test_pack_kills(mutant):
 
 
 def test_chunk_mask_covers_its_own_rows_only():
-    """Nothing is as large as the square of a text: a chunk's queries by the text's keys, beside a square of the chunk."""
+    """No mask has the square of the sequence's size: only a chunk's queries by its keys, and a square of the chunk."""
     length, chunk = 8192, 512
     segment = chain_segment([5] * chunk, length - chunk, range(length))
     assert segment.tail_visible_TW.size == chunk * chunk

@@ -109,7 +109,7 @@ def test_first_target_layers_draft_over_its_cache():
 
 
 def test_features_equal_those_of_unrecorded_passes():
-    """What a listener does is part of what is recorded: a head reads the same features."""
+    """A listener's work is recorded too: a head reads the same features."""
     as_they_come, replays = features_by_step(with_head("llama")), features_by_step(replayed(with_head("llama")))
     assert len(as_they_come) > 10
     assert torch.allclose(torch.stack(as_they_come), torch.stack(replays), atol=1e-4)
@@ -129,7 +129,7 @@ def test_padding_states_in_a_slot_are_detected(monkeypatch):
 
 @torch.inference_mode()
 def features_by_step(engine: Engine) -> list[torch.Tensor]:
-    """Return what is in every slot after each step; drafts are accepted, and nothing was in any before."""
+    """Return the contents of each slot after each step. Drafts are accepted, and all slots start empty."""
     pool = drafter_of(engine)._pool
     pool._pool_SW.zero_()
     features: list[torch.Tensor] = []

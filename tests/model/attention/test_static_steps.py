@@ -92,7 +92,7 @@ def test_what_replays_keep_is_counted(tmp_path, monkeypatch):
 
 
 def test_the_largest_table_has_room():
-    """Of every sequence at its longest, and of one chunk whose tokens see each other."""
+    """Of all sequences at full length, and of one chunk whose tokens see each other."""
     assert table_capacity(LIMITS) == 8 * 64 + 24 * 24
 
 

@@ -302,7 +302,7 @@ def fail_at(name, monkeypatch):
 
 @pytest.mark.parametrize("names", [("bad",), ("bad", "good"), ("good", "bad")])
 def test_failed_judgement_drops_no_other_sequence(names, monkeypatch, caplog):
-    """What failed was dropped twice: the engine died, or a second text vanished."""
+    """The bug: a failed judgement was dropped twice. The engine died, or a second sequence vanished."""
     fail_at("bad", monkeypatch)
     session = run(audited(num_tokens=12), [greedy(name, PROMPT) for name in names])
     assert sum(audit.num_dropped for audit in news(session)) == 1
@@ -332,7 +332,7 @@ def test_failed_pass_counts_for_no_request(monkeypatch):
 
 
 def test_the_shortest_prompt_is_judged_first():
-    """A long text at the head of the queue, which no idle moment suffices for, held all others up."""
+    """The bug: a long sequence at the head of the queue, too long for any idle moment, blocked all others."""
     auditor = Auditor(1.0, 4, tie_tolerance("float32"), seed=0)
     for name, prompt in (("long", tuple(range(40))), ("short", PROMPT), ("middle", tuple(range(9)))):
         auditor.select(greedy(name, prompt))

@@ -134,7 +134,7 @@ class ConstantSeed(stand_in.StandIn):
 
 
 def test_a_constant_default_seed_is_no_violation(folder):
-    """The bug: equal texts without a seed would fail every test of frequencies; a few equal texts by chance are none."""
+    """The bug: equal completions without a seed would fail each frequency test. A few equal ones by chance are no fault."""
     found = report(ConstantSeed, folder, 500)
     assert not violations(found), as_text(found)
     assert "all are alike" in as_text(found)

@@ -88,7 +88,7 @@ def test_missing_package_skips_the_completions_check(figures, monkeypatch):
 
 
 def test_ratios_are_to_first_of_same_turn(monkeypatch):
-    """The second turn is slow for all; what is run before it counts is left out."""
+    """The second turn is slow for all contenders. The warm-up is not counted."""
     seconds = iter([99.0, 99.0, 99.0, 99.0, 1.0, 2.0, 10.0, 40.0])
     monkeypatch.setattr("benchmarks.gpu.figures._timed", lambda run, device: next(seconds))
     times = in_turns({"first": int, "second": int}, 2, CPU)

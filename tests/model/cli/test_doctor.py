@@ -104,7 +104,7 @@ def test_precision_level_depends_on_the_library(folder, capsys, monkeypatch, dty
 
 
 def test_weights_use_the_reported_bytes(folder, capsys):
-    """As many bytes as the loaded model's parameters, tied ones once."""
+    """As many bytes as the loaded model's parameters, with tied ones once."""
     model = load_model(Path(folder), "float32", torch.device("cpu"), "plain")
     assert num_parameters(Path(folder)) == model.module.num_parameters()
     status, report = _report(capsys, "--model", folder, "--num-slots", str(10**12))
@@ -164,7 +164,7 @@ def test_without_check_no_model_is_loaded(folder, capsys, checked):
 
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_check_refuses_a_model_that_differs(folder, capsys, checked, monkeypatch, is_stored):
-    """Also one that passed at an earlier start: the library or the processor may have broken since."""
+    """Also one that passed at an earlier start, because the library or the processor may have broken since."""
     if is_stored:
         assert _report(capsys, "--model", folder, "--check")[0] == 0
     right = check._driven_logits

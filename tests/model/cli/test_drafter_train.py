@@ -198,10 +198,10 @@ def test_impossible_evaluation_is_refused_with_reason(made, tmp_path, capsys):
     other = model_folder(tmp_path / "other", tiny_module("llama", seed=5))
     (tmp_path / "prompts.yaml").write_text(yaml.safe_dump({"one": ["w5 w6"]}))
     (tmp_path / "no-head").write_text("nothing")
-    unsaid = tmp_path / "unsaid.safetensors"
-    DraftHead.load(work / "head.safetensors")[0].save(unsaid, {})
+    unnamed = tmp_path / "unnamed.safetensors"
+    DraftHead.load(work / "head.safetensors")[0].save(unnamed, {})
     good = {"target": target, "head": work / "head.safetensors", "prompts": tmp_path / "prompts.yaml"}
-    for part in ({"target": other}, {"head": unsaid}):  # whose drafts are exact all the same
+    for part in ({"target": other}, {"head": unnamed}):  # whose drafts are exact all the same
         which = [word for name, path in {**good, **part}.items() for word in (f"--{name}", str(path))]
         assert main(["drafter", "evaluate", *which, *SMALL]) == 0
         assert "made for" in capsys.readouterr().err

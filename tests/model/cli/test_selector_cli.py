@@ -84,7 +84,7 @@ def test_examples_are_of_every_rule_and_prompt(work):
 
 
 def test_a_second_run_collects_what_is_missing(work, monkeypatch):
-    """Whole prompts are not measured again; one whose shard is gone is, and comes out as it was but for what was counted."""
+    """Complete prompts are not measured again. A prompt without its shard is, with equal results except for counts."""
     shard = work / "roots" / "roots-two-1.safetensors"
     others = {path: path.stat().st_mtime_ns for path in (work / "roots").iterdir() if path != shard}
     shard.unlink()

@@ -346,7 +346,7 @@ def test_frequent_tokens_carry_the_mass() -> None:
 
 
 def test_known_tokens_stay_frequent_tokens_are_added() -> None:
-    """As drawn in all answers, not in the first ones alone."""
+    """Frequencies are those of all answers, not of the first ones."""
     model, texts = tiny_model(), some_texts()
     likeliest = frequent_tokens(model, texts, 20)
     known_M = torch.tensor([token_id for token_id in range(61) if token_id not in likeliest][:5])

@@ -79,7 +79,7 @@ def test_steps_that_are_replayed_write_the_same(family: str, batch: int) -> None
 
 
 class RunsWhatItRecords:
-    """As a recorder of graphs does."""
+    """Runs a function while it is recorded, as a recorder of graphs does."""
 
     name = "runs"
 

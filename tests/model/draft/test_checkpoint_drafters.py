@@ -66,7 +66,7 @@ CHECKPOINTS = {
 
 @pytest.fixture
 def poisoned_pools(poisoned_pools, monkeypatch):
-    """Among the features too, what was never written is NaN."""
+    """Unwritten features are NaN too."""
     made = FeaturePool.__init__
 
     def poisoned(pool, *args):

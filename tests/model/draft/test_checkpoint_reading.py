@@ -277,9 +277,9 @@ def test_tensors_of_several_files_are_read(tmp_path):
     folder = tmp_path / "parts"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    for file, held in parts.items():
-        save_file({name: tensors[name] for name in held}, folder / file)
-    places = {name: file for file, held in parts.items() for name in held}
+    for file, kept in parts.items():
+        save_file({name: tensors[name] for name in kept}, folder / file)
+    places = {name: file for file, kept in parts.items() for name in kept}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert read_checkpoint(folder, FACTS).shape == whole
 

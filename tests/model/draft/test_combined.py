@@ -177,7 +177,7 @@ class Stateful(TableDrafter):
     feeding = Feeding.TARGET_FEATURES
 
 
-class Foretelling(TextCache):
+class CacheByLength(TextCache):
     """A cache whose match depends on the sequence's length only: by length, a distribution and its chance."""
 
     def __init__(self, by_length: dict[int, tuple[dict[int, float], float]]) -> None:
@@ -201,7 +201,7 @@ def grown(texts: TextCache, expansion: Expansion, stateful: bool = False, num_se
 
 
 def test_node_below_cached_trunk_feeds_the_trunk():
-    growth, inner = grown(Foretelling({0: SURE_OF_3, 1: SURE_OF_3, 2: SURE_OF_3}), Expansion(4, 1, 0))
+    growth, inner = grown(CacheByLength({0: SURE_OF_3, 1: SURE_OF_3, 2: SURE_OF_3}), Expansion(4, 1, 0))
     assert growth.forest.trees[0].token_ids[:4] == (0, 3, 3, 3)
     assert growth.fed[0] == {0, 1, 2, 3}
     assert inner.num_passes == 2  # the sequence, then the trunk with the node that needs the model
@@ -209,27 +209,27 @@ def test_node_below_cached_trunk_feeds_the_trunk():
 
 
 def test_cached_tree_defers_all_passes():
-    growth, inner = grown(Foretelling(dict.fromkeys(range(4), SURE_OF_3)), Expansion(4, 1, 0))
+    growth, inner = grown(CacheByLength(dict.fromkeys(range(4), SURE_OF_3)), Expansion(4, 1, 0))
     assert (inner.num_passes, growth.fed) == (0, (frozenset(),))
 
 
 def test_state_reading_drafter_avoids_cached_paths():
     unsure = ({1: 1.0}, 0.3)
-    growth, inner = grown(Foretelling({0: SURE_OF_3, 1: unsure}), Expansion(4, 1, 0), stateful=True)
+    growth, inner = grown(CacheByLength({0: SURE_OF_3, 1: unsure}), Expansion(4, 1, 0), stateful=True)
     assert growth.forest.trees[0].token_ids == (0, 3, 1)
     assert (inner.num_passes, growth.fed) == (1, (frozenset(),))  # the text is fed: it does not come again with features
-    growth, inner = grown(Foretelling({1: SURE_OF_3}), Expansion(4, 1, 0), stateful=True)
+    growth, inner = grown(CacheByLength({1: SURE_OF_3}), Expansion(4, 1, 0), stateful=True)
     assert growth.forest.trees[0].num_nodes == 3
 
 
 def test_what_waits_is_bounded(monkeypatch):
     monkeypatch.setattr(combined, "_MAX_DEFERRED", 5)
-    growth, inner = grown(Foretelling({0: SURE_OF_3}), Expansion(1, 1, 0), num_seeds=4)
+    growth, inner = grown(CacheByLength({0: SURE_OF_3}), Expansion(1, 1, 0), num_seeds=4)
     assert inner.num_passes == 1
     assert [len(fed) for fed in growth.fed] == [0, 0, 1, 1]
 
 
-MIXED = Foretelling({0: ({0: 0.25, 2: 0.75}, 0.6)})
+MIXED = CacheByLength({0: ({0: 0.25, 2: 0.75}, 0.6)})
 
 
 def mixture() -> torch.Tensor:
@@ -257,7 +257,7 @@ def test_draws_are_of_the_mixture():
 
 
 def weight_chosen_after_the_draw(*args):
-    """Draw, and where the cache knows the token call it the cache's: what is kept is no more what was drawn from."""
+    """The mutant: label a drawn token as cached if the cache knows it. The kept distribution is then not the drawn one."""
     offers = _DRAWN(*args)
     known = torch.tensor([1.0, 0.0, 1.0, 0.0])
     return [replace(offer, token_ids=tuple(i if known[i] else 2 for i in offer.token_ids)) for offer in offers]
@@ -410,5 +410,5 @@ def test_tenant_outputs_speed_up_own_requests_only():
         run(engine, [replace(greedy("0", prompt, 30), tenant="mine")])
         return len(run(engine, [replace(greedy("1", prompt, 30), tenant=second_tenant)]).stats)
 
-    mine, others, nobodys = (num_steps(tenant) for tenant in ("mine", "other", ""))
-    assert mine < others == nobodys
+    mine, others, without = (num_steps(tenant) for tenant in ("mine", "other", ""))
+    assert mine < others == without

@@ -1,4 +1,4 @@
-"""What does not belong together is refused by name before weights are loaded; what is only padded otherwise is exact."""
+"""Unfit drafters are refused by name before weights are loaded. Drafters that differ only in padding are exact."""
 
 import json
 import logging

@@ -54,7 +54,7 @@ class Table:
 
 
 def shape(tree: TokenTree) -> Shape:
-    """Return what was drawn, whatever the numbers of the nodes."""
+    """Return the drawn tree, independent of node numbers."""
     paths = {node: tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(tree.num_nodes)}
     order = sorted(paths, key=lambda node: paths[node])
     return tuple((*paths[node], -1, *(tree.token_ids[child] for child in tree.draws[node])) for node in order)
@@ -368,7 +368,7 @@ def best_tokens(path: tuple[int, ...], first: int, count: int) -> list[int]:
 @pytest.mark.parametrize("max_nodes", [1, 3, 6, 10])
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_beam_is_close_to_the_best_tree(max_nodes, first):
-    """Nearly: what is fed and not kept in the end takes slots, and the deepest nodes are then not looked for."""
+    """Nearly: fed nodes that are dropped in the end take slots, so the deepest nodes are not searched."""
     expansion = Expansion(0, 4, 12, "beam", max_nodes)
     row = decoding_row((1, first), expansion, SAMPLED, "nss")
     tree = grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), [row]).forest.trees[0]
@@ -533,7 +533,7 @@ def test_beam_trees_ignore_growth_costs():
 
 
 class Outcome(NamedTuple):
-    """What a node was offered, the temperature (1 where noise is empty), and the place of what was taken."""
+    """The offers of a node, the temperature (1 where noise is empty), and the place of the taken offer."""
 
     odds: list[float]
     noise: list[float]
@@ -692,7 +692,7 @@ def test_rank_acceptance_is_found_again():
 def learnt_from(
     expansion: Expansion, accepts_first: bool, learn=growth.learn, sampling: SamplingParams = SAMPLED
 ) -> RuleCalibration:
-    """Grow many trees whose first child, or whose last one, is always accepted; return what was learnt."""
+    """Grow many trees whose first or last child is always accepted. Return the learnt calibration."""
     row = decoding_row((1, 0), expansion, sampling, "coupled")
     calibrations = Calibrations()
     for _ in range(600):
@@ -704,7 +704,7 @@ def learnt_from(
 
 
 def check_learning(learn) -> None:
-    """What is always accepted is believed, what never is is not."""
+    """Chances of tokens that are always accepted rise, and of those never accepted fall."""
     for tree_name, trust in TRUST.items():
         expansion = Expansion(0, 3, 1, tree_name, 3)
         assert trust(learnt_from(expansion, True, learn)) > 2 * trust(learnt_from(expansion, False, learn))

@@ -56,7 +56,7 @@ REQUESTS = [
 
 @pytest.fixture
 def poisoned_pools(poisoned_pools, monkeypatch):
-    """Among the features too, what was never written is NaN."""
+    """Unwritten features are NaN too."""
     made = FeaturePool.__init__
 
     def poisoned(pool, *args):
@@ -203,7 +203,7 @@ def test_features_of_other_states_are_reported(mutant, monkeypatch):
 
 @needs_library
 def test_pass_keeps_the_features_of_a_tap():
-    """To the bit, in every precision; what is written to another cache than the followed one leaves its features alone."""
+    """To the bit, in every precision. A pass over another cache leaves the features of the followed cache alone."""
     for precision in ("float32", "int8", "compact"):
         target = adopt(tiny_module("llama"), CPU, NATIVE, precision)
         made, tapped = (HeadDrafter("head", learnt_head(), target, 64, NATIVE, precision) for _ in range(2))
@@ -322,7 +322,7 @@ def test_single_prompt_is_fed_without_proposal():
 @pytest.mark.parametrize("linears", ["plain", pytest.param(NATIVE, marks=needs_library)])
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_fed_token_costs_its_share_of_products(num_layers, linears):
-    """Nothing is made of it behind the last layer's keys and values: a product for each weight."""
+    """A fed token skips the products after the last layer's keys and values. Its cost is its share of all products."""
     head = random_head(num_layers)
     engine = head_engine(head, native("llama") if linears == NATIVE else model("llama"), linears=linears)
     drafter = drafter_of(engine)

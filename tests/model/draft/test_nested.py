@@ -1,4 +1,4 @@
-"""Truncations of one deep tree: each is what its expansion grows alone, and brings exactly what it would bring alone."""
+"""Truncations of one deep tree: each equals the tree that its expansion grows alone, with the same expected tokens."""
 
 import pytest
 import torch

@@ -137,7 +137,7 @@ def check_mixed(engine: Engine, family: str, requests: list[Request]) -> None:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mixed_batch_changes_no_text(family, drafter):
-    """Chunked prompts, few slots, preemption, eight unlike rows: each text is what it is alone."""
+    """Chunked prompts, few slots, preemption, eight unlike rows: each sequence equals its run alone."""
     check_mixed(engine_of(family, drafter, Expansion(2, 2, 1), TIGHT), family, mixed_requests())
 
 

@@ -19,7 +19,7 @@ def test_engine(pytestconfig):
     run(EngineMachine, int(pytestconfig.getoption("--engine-examples")), Phase.generate)
 
 
-class ForgetsATold(EngineMachine):
+class ForgetsAToken(EngineMachine):
     """The mutant: the last reported token is lost with its engine."""
 
     def resumed(self, life):
@@ -28,7 +28,7 @@ class ForgetsATold(EngineMachine):
 
 def test_token_reported_twice_is_detected():
     with pytest.raises((AssertionError, BaseExceptionGroup)):
-        run(ForgetsATold, 30, Phase.generate)
+        run(ForgetsAToken, 30, Phase.generate)
 
 
 _PREEMPT = Scheduler._preempt

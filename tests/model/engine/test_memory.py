@@ -1,4 +1,4 @@
-"""The memory that is computed before loading equals what the engine then holds. What does not fit is refused by parts."""
+"""The memory that is computed before loading equals that of the loaded engine. What does not fit is refused by parts."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return EngineConfig(folder, drafter="model", draft_model=folder, draft_dtype="float32", device="cpu", scheduler=limits)
 
 
-def test_weights_and_caches_are_what_is_held(config):
+def test_weights_and_caches_use_computed_memory(config):
     need = memory_need(config, "float32", CPU)
     engine = build_engine(config)
     assert not engine.target.model.module.config.tie_word_embeddings

@@ -1,4 +1,4 @@
-"""What a request gets that names only a tree, only a verifier or only a number of nodes; seen from its rows."""
+"""Rows of requests that name only a tree, only a verifier or only a number of nodes."""
 
 import pytest
 

@@ -152,7 +152,7 @@ def test_mutants_are_noticed(mutant: Resume) -> None:
 
 @pytest.mark.parametrize("num_reported", [1, 5, len(PROMPT) - 1])
 def test_prompt_scores_go_on_where_they_were(num_reported: int) -> None:
-    """Also where no engine cuts: the death may come in the middle of a prompt."""
+    """Also at positions where no engine splits, because a worker may die within a prompt."""
     request = REQUESTS["greedy"]
     whole, _ = events_of(with_cached_text(), request)
     rest, num_counted = events_of(with_cached_text(), resumed(request, Progress((), num_reported)))

@@ -94,7 +94,7 @@ def crowd() -> list[Request]:
 
 
 def check_crowd(engine: Engine, *, is_cramped: bool) -> None:
-    """Run the crowd to its end; each seeded text must be what it is alone."""
+    """Run the crowd to its end. Each seeded sequence must equal its run alone."""
     session = run(engine, crowd())
     assert (sum(stats.num_preemptions for stats in session.stats) > 0) == is_cramped
     for request in crowd():

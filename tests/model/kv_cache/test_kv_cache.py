@@ -1,4 +1,4 @@
-"""The caches: what is written is read, and after any steps they hold what feeding the committed tokens would have written."""
+"""The caches return what was written. After any steps they equal a pass over the committed tokens."""
 
 import random
 from collections.abc import Sequence

@@ -154,7 +154,7 @@ def test_features_of_free_slots_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_engine_without_canary_misses_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it is for: another's text is read, and the answer looks like any other."""
+    """Without the canary a row reads another sequence, and its answer looks like any other."""
     monkeypatch.setattr(Scheduler, "_row", another_rows_table)
     session = session_of(with_a_model(False))
     assert session.texts() != undisturbed(with_a_model).texts()

@@ -48,20 +48,20 @@ def test_plain_changes_nothing():
 
 
 def test_layer_is_freed_when_replaced(monkeypatch):
-    """They all stayed until the last one was packed, and a model was held twice."""
+    """The bug: they all stayed until the last one was packed, and a model was in memory twice."""
     layers: list[weakref.ref[nn.Linear]] = []
-    most_held = 0
+    most_alive = 0
 
     def replaced(linear: nn.Linear, _: str) -> nn.Module:
-        nonlocal most_held
+        nonlocal most_alive
         layers.append(weakref.ref(linear))
-        most_held = max(most_held, sum(layer() is not None for layer in layers))
+        most_alive = max(most_alive, sum(layer() is not None for layer in layers))
         return nn.Identity()
 
     monkeypatch.setitem(linear_backends._KINDS, "replaced", replaced)
     prepare_linears(tiny_module("llama"), "replaced")
     assert len(layers) > 10
-    assert most_held == 1
+    assert most_alive == 1
 
 
 def test_unknown_kinds_are_refused():

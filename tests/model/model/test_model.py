@@ -1,4 +1,4 @@
-"""Models under our attention: what is read of them, and that one we cannot drive exactly is refused by name."""
+"""Models under our attention: their properties, and the refusal by name of models that cannot be driven exactly."""
 
 from dataclasses import replace
 

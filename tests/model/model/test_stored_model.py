@@ -61,7 +61,7 @@ def test_states_of_a_stored_model_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", KNOWN)
 def test_a_stored_model_has_the_same_bits(tmp_path: Path, stored: list[str], family: str, precision: str) -> None:
-    """Nothing that a request could notice may depend on whether a model was packed now or at an earlier start."""
+    """A request gets equal results from a model packed now and from one packed at an earlier start."""
     folder = model_folder(tmp_path / "model", tiny_module(family))
     for num_stored in (1, 1):
         found = load_stored(folder, precision, CPU)
@@ -219,7 +219,7 @@ def test_model_that_fails_check_is_not_stored(tmp_path: Path, stored: list[str],
 
 
 def test_file_with_other_logits_is_not_stored(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written is read again and compared with the checked model."""
+    """The written file is read again and compared with the checked model."""
     flattened = stored_model._flattened
 
     def changed(*arguments: Any) -> Any:

@@ -63,10 +63,10 @@ def layer(weight_OI: torch.Tensor) -> NativeLinear:
     return NativeLinear(linear.requires_grad_(False), "compact")
 
 
-def error(weight_OI: torch.Tensor, held_OI: torch.Tensor) -> float:
+def error(weight_OI: torch.Tensor, dense_OI: torch.Tensor) -> float:
     """Return the largest error over the largest weight of its group."""
     missing = -weight_OI.shape[1] % GROUP
-    groups = [nn.functional.pad(one, (0, missing)).unflatten(1, (-1, GROUP)) for one in (held_OI - weight_OI, weight_OI)]
+    groups = [nn.functional.pad(one, (0, missing)).unflatten(1, (-1, GROUP)) for one in (dense_OI - weight_OI, weight_OI)]
     errors_OG, sizes_OG = (group.abs().amax(2) for group in groups)
     return float((errors_OG / sizes_OG.clamp_min(1e-30)).max())
 
@@ -93,10 +93,10 @@ def test_group_of_equal_numbers_is_a_grid():
     weight_OI[6] = 0.0
     compact = compact_weights(weight_OI)
     assert compact.bits == 4
-    held_OI = compact.dense()
-    assert not held_OI[3, :32].any()
-    assert not held_OI[6].any()
-    assert error(weight_OI, held_OI) < 2 / 256
+    dense_OI = compact.dense()
+    assert not dense_OI[3, :32].any()
+    assert not dense_OI[6].any()
+    assert error(weight_OI, dense_OI) < 2 / 256
 
 
 @pytest.mark.parametrize("bits", [4, 6])
@@ -121,8 +121,8 @@ def test_symmetric_extremes_do_not_fit_32_steps():
 @given(st.integers(8, 70), st.integers(64, 140), st.integers(0, 9), st.sampled_from([1e-6, 1.0, 1e6]))
 def test_weights_off_grid_round_to_8_bits(num_outputs, num_inputs, seed, size):
     weight_OI = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(seed)) * size
-    held_OI = compact_weights(weight_OI).dense()[:, :num_inputs]
-    assert error(weight_OI, held_OI) <= 0.5001 / 127
+    dense_OI = compact_weights(weight_OI).dense()[:, :num_inputs]
+    assert error(weight_OI, dense_OI) <= 0.5001 / 127
 
 
 # layout
@@ -232,7 +232,7 @@ def test_either_library_computes_the_same_bits(bits):
 
 @needs_library
 def test_layers_of_one_input_differ_in_bits():
-    """As values in 6 bits have beside queries in 4; adopting compares the passes with the module's own."""
+    """For example values in 6 bits beside queries in 4. Adopting compares the passes with the module's own."""
     module = tiny_module("llama")
     for decoder in module.model.layers:
         attention = decoder.self_attn

@@ -81,7 +81,7 @@ def test_the_comparison_sees_another_tree(precision, segment):
 
 
 def test_comparison_detects_rounding_with_neighbours():
-    """As products of torch do."""
+    """The mutant rounds like products of torch."""
     assert not is_same(model("llama"), ragged_scene())
 
 
@@ -236,7 +236,7 @@ def test_float16_overflow_saturates_and_nan_stays(size, kept):
 
 
 def test_pass_may_request_no_logits():
-    """As one does that feeds only the first part of a long prompt."""
+    """A pass that feeds only the first part of a long prompt needs none."""
     assert native("qwen2").forward(chunk(2), KVCache(2, CPU), torch.arange(0)).shape == (0, 61)
 
 
@@ -344,7 +344,7 @@ def test_threads_change_no_bit(precision, monkeypatch):
 
 
 def test_concurrent_passes_have_their_own_rows(monkeypatch):
-    """Of one model and of two, each long enough to meet the others; one at a time has the helpers."""
+    """Of one model and of two, each long enough to overlap. One pass at a time uses the helper threads."""
     monkeypatch.setattr(library, "_num_threads", 2)
     models = [adopt(tiny_module(family, **WIDE), CPU, NATIVE, "int8") for family in ("llama", "gemma3")]
 
@@ -415,7 +415,7 @@ def test_a_freed_slot_is_named(freed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_model_is_equal_however_weights_are_loaded(family, dtype, tmp_path, monkeypatch):
-    """What our library packs is loaded as the file has it, in half of the memory. Gemma's scale would be rounded with it."""
+    """The library's weights are loaded in the file's format, in half of the memory. Gemma's scale would be rounded too."""
     with_weights(tiny_module(family), dtype).save_pretrained(tmp_path)
     assert stored_dtype(tmp_path) == dtype
     assert loaded_dtype(tmp_path, "float32", NATIVE) == (torch.float32 if family == "gemma3" else dtype)

@@ -1,4 +1,4 @@
-"""The library's linear layers: products of what they hold, each row as if it were alone, by vectors and by tiles."""
+"""The library's linear layers: products of the stored weights, each row as if it were alone, by vectors and by tiles."""
 
 import math
 from functools import cache
@@ -83,14 +83,14 @@ def test_the_comparison_sees_inputs_rounded_together():
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_is_held_is_the_weight_rounded(precision):
     linear, native = layer(precision, 65, 129)
-    held_OI = native.dense_weight()
-    assert weight_of(native).equal(held_OI)
+    dense_OI = native.dense_weight()
+    assert weight_of(native).equal(dense_OI)
     if precision in QUANTISED:
         together = linear.in_features if precision == "int8" else GROUP
         largest_OI = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in linear.weight.split(together, 1)], 1)
-        assert ((held_OI - linear.weight).abs() <= largest_OI / 127 * 0.5001).all()
+        assert ((dense_OI - linear.weight).abs() <= largest_OI / 127 * 0.5001).all()
     else:
-        assert held_OI.equal(linear.weight.to(getattr(torch, precision)).float())
+        assert dense_OI.equal(linear.weight.to(getattr(torch, precision)).float())
 
 
 @pytest.mark.parametrize(("group", "multiple"), [(1, 1), (2, 2), (4, 64)])
@@ -168,7 +168,7 @@ def test_a_broken_layer_does_not_pass(precision, monkeypatch):
 
 
 def test_layers_of_one_input_differ_in_format():
-    """Of float32 layers those whose weights bfloat16 can hold are: queries may be, and keys beside them not."""
+    """A float32 layer is narrowed if bfloat16 holds its weights exactly: queries may be, and keys beside them not."""
     module = tiny_module("llama", hidden_size=33, num_attention_heads=3, num_key_value_heads=1)
     attention = module.model.layers[0].self_attn
     attention.q_proj.weight.data = attention.q_proj.weight.bfloat16().float()

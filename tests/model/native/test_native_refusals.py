@@ -1,4 +1,4 @@
-"""What our library does not run: named, and left to transformers; refused in int8 and compact. A compiler makes the library."""
+"""Models that the library does not run are named and left to transformers, or refused in int8 and compact."""
 
 import shutil
 from pathlib import Path

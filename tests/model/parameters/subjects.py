@@ -12,7 +12,7 @@ NUM_TOKENS = 3  # of a text: one more than the deepest tree has levels
 
 @dataclass(frozen=True)
 class Subject:
-    """A line of the table: `sampling` is held against `base`, which lacks the parameter, to show that the value matters."""
+    """A line of the table: `sampling` is compared with `base`, which lacks the parameter, to show that the value matters."""
 
     name: str
     value: str

@@ -61,7 +61,7 @@ VOCAB_SIZE, MODEL_SEED = 3, 23
 PROMPT = (0, 1, 0, 2)
 INFO = ModelInfo("tiny", VOCAB_SIZE, 64, 64, (END_ID,), "float64", "cpu", "enumerated", "traversal", "fixed")
 
-TextLaw = dict[Context, float]
+SequenceProbs = dict[Context, float]
 
 
 class RequestedModel(TinyModel):
@@ -93,7 +93,7 @@ class RequestedModel(TinyModel):
 
 
 class _Grammatical(LogitsProcessor):
-    """Holds a text to the few that a grammar allows, spelled out; behind one that has ended anything may come."""
+    """Restricts a sequence to the few that a grammar allows, spelled out. After an end any token may follow."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         edited = scores.clone()
@@ -138,16 +138,16 @@ def _warpers(sampling: SamplingParams) -> LogitsProcessorList:
     return LogitsProcessorList(warpers)
 
 
-def plain_texts(model: RequestedModel) -> TextLaw:
+def plain_texts(model: RequestedModel) -> SequenceProbs:
     """Return the distribution of plain decoding's sequences."""
     return _continued(model, ())
 
 
-def _continued(model: RequestedModel, text: Context) -> TextLaw:
+def _continued(model: RequestedModel, text: Context) -> SequenceProbs:
     """Return the distribution of plain decoding after this prefix. This module decides where sequences end."""
     if len(text) >= model.sampling.max_tokens or (text and text[-1] in model.sampling.stop_token_ids):
         return {text: 1.0}
-    distribution: TextLaw = {}
+    distribution: SequenceProbs = {}
     for token_id, chance in enumerate(model.target(text).tolist()):
         if chance > 0.0:
             for whole, share in _continued(model, (*text, token_id)).items():
@@ -177,10 +177,10 @@ class Enumeration:
         self._growth_of = [name for name, trees in grown.items() for _ in trees]
         self._batch = self._judged([tree for trees in grown.values() for tree in trees])
 
-    def texts(self, rule: TwoPhase) -> dict[str, TextLaw]:
+    def texts(self, rule: TwoPhase) -> dict[str, SequenceProbs]:
         """Return the distribution of the engine's sequences under a rule, for each growth that it is exact on."""
         chosen = [b for b, growth in enumerate(self._growth_of) if is_exact(KINDS[growth], rule.name)]
-        weights: dict[str, TextLaw] = {}
+        weights: dict[str, SequenceProbs] = {}
         batch = self._subset(chosen)
         stop_N, extra_NV = outcomes_of(rule, batch)
         nodes = iter(zip(stop_N.tolist(), extra_NV.tolist(), strict=True))
@@ -206,9 +206,9 @@ class Enumeration:
         trees = tuple(self._batch.trees[b] for b in chosen)
         return Batch(trees, self._batch.forest.subset(chosen), self._batch.target_probs_NV[torch.tensor(rows)])
 
-    def _ended(self, weights: TextLaw) -> TextLaw:
+    def _ended(self, weights: SequenceProbs) -> SequenceProbs:
         """Return the distribution of whole sequences: the accepted path and extra token, then plain decoding."""
-        distribution: TextLaw = {}
+        distribution: SequenceProbs = {}
         for text, weight in weights.items():
             if weight > 0.0:
                 for whole, share in _continued(self._model, accepted(self._model.request, text)).items():
@@ -249,6 +249,6 @@ def growths(model: TinyModel) -> dict[str, list[DrawnTree]]:
     }
 
 
-def distance(distribution: TextLaw, other: TextLaw) -> float:
+def distance(distribution: SequenceProbs, other: SequenceProbs) -> float:
     """Return the largest difference of two distributions of sequences."""
     return max(abs(distribution.get(text, 0.0) - other.get(text, 0.0)) for text in {*distribution, *other})

@@ -209,7 +209,7 @@ def test_of_equals_the_first_ranks_first():
 @needs_library
 @pytest.mark.parametrize("keys", [None, [3]])
 def test_ties_rank_by_token_in_any_column(keys):
-    """Where cached text alone speaks all scores are ties; columns behind the others hold tokens of any number."""
+    """With cached text alone all scores are ties. Columns after the others may be any tokens."""
     ids_M = torch.tensor([7, 40, 3, 12, 0, 99, 1])
     found = native.rankings(torch.zeros(1, 7), [1.0], [2.0], 4, None, ids_M)
     assert found[0].token_ids == (0, 1, 3, 7)

@@ -26,7 +26,7 @@ def test_every_parameter_has_a_line():
 
 
 def test_document_matches_the_found_combinations():
-    """Where this fails and should not, `python -m tests.model.parameters.matrix` writes the tables anew."""
+    """If a changed result is intended, `python -m tests.model.parameters.matrix` rewrites the tables."""
     table = probs_table()
     cells = {cell for line in table.splitlines()[2:] for cell in line.strip("| ").split(" | ")[3:]}
     assert cells <= {"exact", "text", "own"}

@@ -70,7 +70,7 @@ def test_cache_without_prefix_hash_is_detected(monkeypatch):
 @needs_library
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_seeded_bits_are_equal_warm_and_cold(precision):
-    """The log-probabilities too: what is cached has the bits of what would be computed."""
+    """Including log-probabilities: cached states have the bits of computed ones."""
     target = adopt(tiny_module("llama"), CPU, NATIVE, precision)
     draft = pair("llama")[1]
 
@@ -87,7 +87,7 @@ def test_seeded_bits_are_equal_warm_and_cold(precision):
 
 
 def test_choices_share_one_prompt_computation():
-    """Those that come together wait for the first; the rest of the prompt, less than a block, each computes for itself."""
+    """Simultaneous choices wait for the first. Each computes the rest of the prompt, less than a block, for itself."""
     prompt, num_choices = [*PREFIX, 9, 8, 7], 4
     config = replace(ROOMY, max_step_tokens=32)
     requests = [sampled(str(index), prompt, seed=index, max_tokens=6) for index in range(num_choices)]

@@ -302,7 +302,7 @@ def test_stop_token_may_end_sequence_early():
 
 
 def test_texts_kill_a_judge_that_masks_nothing(monkeypatch):
-    """What is compared above is not the drafter's doing."""
+    """The mutant: without edits in verification the comparison above fails, whatever the drafter masks."""
     monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
     outcome = run(engine_of(Expansion(2, 2, 2)), [request_of(REGEX, temperature=0.0)]).outcomes["r"]
     assert outcome.ids != generated(REGEX)

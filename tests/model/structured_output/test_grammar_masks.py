@@ -21,9 +21,9 @@ EVERY = frozenset(range(V))
 
 
 def allowed_by(
-    held: GrammarMasks, grammar: Grammar, history: Sequence[int], paths: Sequence[tuple[int, ...]]
+    cache: GrammarMasks, grammar: Grammar, history: Sequence[int], paths: Sequence[tuple[int, ...]]
 ) -> list[frozenset[int]]:
-    bits = np.unpackbits(held.allowed(grammar, history, len(PROMPT), paths).view(np.uint8), axis=1, bitorder="little")
+    bits = np.unpackbits(cache.allowed(grammar, history, len(PROMPT), paths).view(np.uint8), axis=1, bitorder="little")
     return [frozenset(row[:V].nonzero()[0].tolist()) for row in bits]
 
 
@@ -61,10 +61,10 @@ def questions(draw: st.DrawFn) -> tuple[Grammar, list[tuple[list[int], list[tupl
 
 
 def check(grammar: Grammar, steps: Sequence[tuple[list[int], list[tuple[int, ...]]]]) -> None:
-    held, history = masks(), list(PROMPT)  # one list, as a sequence has it: what was kept is found again by it
+    cache, history = masks(), list(PROMPT)  # one list, as a sequence has it: what was kept is found again by it
     for text, paths in steps:
         history[len(PROMPT) :] = text
-        assert allowed_by(held, grammar, history, paths) == [expected(grammar, [*text, *path]) for path in paths]
+        assert allowed_by(cache, grammar, history, paths) == [expected(grammar, [*text, *path]) for path in paths]
 
 
 @settings(max_examples=25)
@@ -108,11 +108,11 @@ def test_masks_kill(name, mutant, monkeypatch):
 
 
 def test_sequences_of_one_grammar_are_independent():
-    held = masks(max_texts=3)
+    cache = masks(max_texts=3)
     histories = [[*PROMPT, *ids_of(text)] for text in ("ab", "abc", "cab", "bb", "aa,1")]
     for length in (4, 5, 6, 7):
         for history in histories:
-            (found,) = allowed_by(held, REGEX, history[:length], [()])
+            (found,) = allowed_by(cache, REGEX, history[:length], [()])
             assert found == expected(REGEX, history[:length][len(PROMPT) :])
 
 
@@ -122,10 +122,10 @@ def test_what_is_allowed_can_still_match(grammar):
     choices = ["abc", "ab", "abab", "true", "12"]
     whole = re.compile(REGEX.text if grammar is REGEX else "|".join(choices))
     begun = re.compile(r"[abc]{0,5}|[abc]{2,5}(,[abc12]{1,3})*(,[abc12]{0,3})?")
-    held = masks()
+    cache = masks()
     front: list[tuple[int, ...]] = [()]
     for _ in range(4):
-        found = dict(zip(front, allowed_by(held, grammar, PROMPT, front), strict=True))
+        found = dict(zip(front, allowed_by(cache, grammar, PROMPT, front), strict=True))
         for path, allowed in found.items():
             assert allowed, "some token can come"
             assert (EOS in allowed) == bool(whole.fullmatch(text_of(path)))
@@ -142,16 +142,16 @@ def test_unknown_rows_and_special_tokens_are_masked():
 
 def test_abandoned_matcher_allows_nothing_and_isolates_others(monkeypatch):
     """llguidance answers with the end token where a limit is hit: a text would be cut short, and look whole."""
-    held, history = masks(), list(PROMPT)
+    cache, history = masks(), list(PROMPT)
     long = Grammar(GrammarKind.REGEX, "(a|b)*a(a|b){9}c")
     monkeypatch.setattr(grammars, "_LIMITS", LLParserLimits(max_lexer_states=40, verbose_errors=False))
     text = ids_of("abaababbabaaabab")
     paths = [tuple(text[:length]) for length in range(len(text))]
-    found = allowed_by(held, long, history, paths)
+    found = allowed_by(cache, long, history, paths)
     assert found[0]
     assert not found[-1]
-    assert allowed_by(held, REGEX, history, [()]) == [expected(REGEX, [])]
-    assert allowed_by(held, long, history, [(), paths[-1]]) == [found[0], frozenset()]
+    assert allowed_by(cache, REGEX, history, [()]) == [expected(REGEX, [])]
+    assert allowed_by(cache, long, history, [(), paths[-1]]) == [found[0], frozenset()]
 
 
 @pytest.mark.parametrize("text", ["", "a", 'say "a\\b"\n', "\x00\x7f", "日本 😀", "[a]*", "{{x}}", " - "])

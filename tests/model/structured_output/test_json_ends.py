@@ -116,7 +116,7 @@ def test_digits_in_strings_are_not_bounded():
 
 
 def test_a_schemas_own_bounds_widen_numbers():
-    """What a number needs by its bounds, constants and multiples is never cut off."""
+    """No digit is cut off that a number's bounds, constants or multiples need."""
     grammar = schema({"enum": [10**40, 5]})
     text = b"1"
     while len(text) < 41:
@@ -136,9 +136,9 @@ def test_digits_that_alone_can_come_are_kept(monkeypatch: pytest.MonkeyPatch):
 def test_longer_tokens_of_digits_are_bounded(monkeypatch: pytest.MonkeyPatch):
     """The tokenizer has a token of two digits: with one left it cannot come."""
     monkeypatch.setattr(grammar_masks, "most_digits", lambda _: 4)
-    held, (twelve,) = tiny_masks(), [tokenizer().convert_tokens_to_ids("12")]
+    masks, (twelve,) = tiny_masks(), [tokenizer().convert_tokens_to_ids("12")]
     text = ids_of('{"a":121')
-    words_2W = held.allowed(Grammar(GrammarKind.JSON_OBJECT), text, 0, [(), (twelve,)])
+    words_2W = masks.allowed(Grammar(GrammarKind.JSON_OBJECT), text, 0, [(), (twelve,)])
     bits = np.unpackbits(words_2W.view(np.uint8), axis=1, bitorder="little")[:, :V]
     assert not bits[0, twelve]
     assert bits[0, ids_of("1")[0]]
@@ -224,7 +224,7 @@ class FewTokens:
     ],
 )
 def test_tokens_with_whole_numbers_are_read(text: bytes, expected: set[bytes]):
-    """Of a token that ends a string or a number, what comes then is counted; what is in a string is not."""
+    """Numbers after a token's closing quote count. Digits within a string do not."""
     words_W = TokenDigits(FewTokens()).too_long(JsonPosition().after(text), 4)  # type: ignore[arg-type]
     found = set() if words_W is None else np.unpackbits(words_W.view(np.uint8), bitorder="little").nonzero()[0].tolist()
     assert {FewTokens.tokens[token_id] for token_id in found} == expected

@@ -1,4 +1,4 @@
-"""Strings of a format are valid to a strict checker, and what is valid can come."""
+"""Strings of a format are valid to a strict checker, and all valid strings are possible."""
 
 import calendar
 import json

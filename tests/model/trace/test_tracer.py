@@ -99,7 +99,7 @@ def test_trace_contains_all_inputs_of_distributions(tmp_path):
 
 
 def before_the_cut(step: int, outcome: RowOutcome, probs: TreeProbs) -> TracedRow:
-    """What was accepted, though a limit cut it."""
+    """It reports accepted tokens also if a limit cut them."""
     row = _TRACED(step, outcome, probs)
     ids = tuple(row.tree.token_ids[node] for node in row.path[1:])
     return msgspec.structs.replace(row, emitted_ids=(*ids, row.extra_id or 0))

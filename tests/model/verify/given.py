@@ -1,4 +1,4 @@
-"""What a node plan gives to each token at the root, averaged over the trees: one node at a time, exact."""
+"""The share of each token at the root under a node plan, averaged over the trees: one node at a time, exact."""
 
 from typing import NamedTuple
 

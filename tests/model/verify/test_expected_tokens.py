@@ -129,7 +129,7 @@ def z_of_steps(stats: list[StepStats], outcomes: list[int]) -> float:
 
 
 def test_truncated_sequence_realises_accepted_tokens():
-    """Stop tokens soon cut long accepted paths. The mutant counts what was emitted."""
+    """Stop tokens soon cut long accepted paths. The mutant counts the emitted tokens."""
     config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
     engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
     stats = run(engine, requests_of("traversal", num=150, stop_token_ids=tuple(range(30)))).stats

@@ -149,7 +149,7 @@ def test_masked_broken_logit_is_still_an_error():
 
 
 def test_a_verifier_is_made_once(monkeypatch):
-    """They were once made anew at each step and thrown away."""
+    """The bug: they were computed at each step and dropped."""
     judge = Judge()
     check(judge, KINDS[1:4], set())
     monkeypatch.delattr(judging, "create_verifier")

@@ -121,7 +121,7 @@ def test_a_prompt_is_scored_without_generating() -> None:
 
 @pytest.mark.parametrize("num_reported", [0, 3])
 def test_a_scored_prompt_is_resumed(num_reported: int) -> None:
-    """Nothing was generated, and nothing is missing: a resumed request without tokens is no finished one."""
+    """A resumed request without tokens is not finished, although it generates none."""
     request = Request("r", (5, 6, 7, 8, 9, 5), SamplingParams(max_tokens=0, num_prompt_logprobs=0))
     resumed = replace(request, progress=Progress((), num_reported))
     reported = [

@@ -1,4 +1,4 @@
-"""Phase 2: what is drawn follows the masses, each draw has its own randomness, and no tree depends on another."""
+"""Phase 2: draws follow the masses, each draw has its own randomness, and no tree depends on another."""
 
 import math
 from bisect import bisect_left

@@ -46,7 +46,7 @@ from tests.model.verify.rules_under_test import (
 )
 
 
-class KeepsRefusedInDraftLaw(WithoutReplacement):
+class KeepsRefusedInDraft(WithoutReplacement):
     """Duplicates merged but q not zeroed; top-down it is SpecInfer without multiplicity."""
 
     def split(self, families: NodeFamilies) -> AcceptanceSplit:
@@ -59,7 +59,7 @@ class KeepsRefusedInDraftLaw(WithoutReplacement):
 @pytest.mark.parametrize("direction", [BottomUp(), TopDown()], ids=["q-not-zeroed", "no-multiplicity"])
 def test_merged_duplicates_with_unchanged_draft_are_detected(direction) -> None:
     model = TinyModel(3, seed=1)
-    assert loss_of(rule_of(KeepsRefusedInDraftLaw(), direction), model, delayed_trees(model, Expansion(0, 3, 1))) > 1e-4
+    assert loss_of(rule_of(KeepsRefusedInDraft(), direction), model, delayed_trees(model, Expansion(0, 3, 1))) > 1e-4
 
 
 class UnscaledResidual(WithoutReplacement):
@@ -95,7 +95,7 @@ def running_caps(ratios: list[float]) -> list[float]:
 
 
 def joint_caps(ratios: list[float]) -> list[float]:
-    """What a public hierarchical rule (arXiv 2601.05724) takes for them: the joint ratio, capped at each prefix anew."""
+    """The masses of a public hierarchical rule (arXiv 2601.05724): the joint ratio, capped at each prefix."""
     return [min(1.0, joint) for joint in accumulate(ratios, operator.mul, initial=1.0)]
 
 
@@ -160,7 +160,7 @@ def test_small_divisor_is_lossy_large_is_not() -> None:
     assert loss_of(rule_of(OneToken(DivisorTooSmall()), TopDown()), model, trees) > 1e-3
 
 
-class TellsDraftLaw:
+class ReportsDraftProbs:
     """Chooses as another selection does and reports the draft distribution for the chosen token."""
 
     def __init__(self, selection: Selection) -> None:
@@ -175,7 +175,7 @@ def test_unreported_choice_distribution_is_detected(selection: Selection) -> Non
     model = TinyModel(4, seed=0)
     trees = delayed_trees(model, Expansion(0, 3, 1))
     assert loss_of(rule_of(OneToken(AcceptChosen(selection)), TopDown()), model, trees) < EXACT
-    assert loss_of(rule_of(OneToken(AcceptChosen(TellsDraftLaw(selection))), TopDown()), model, trees) > 1e-2
+    assert loss_of(rule_of(OneToken(AcceptChosen(ReportsDraftProbs(selection))), TopDown()), model, trees) > 1e-2
 
 
 class SharesEveryDraw(OneToken):

@@ -100,7 +100,7 @@ def set_or_last(target: Distribution, draft: Distribution, tokens: list[int], ma
 
 
 def recursion(model: TinyModel, drawn: DrawnTree, pi: Pi, tries, node: int, mass: float, is_top_down: bool) -> dict[int, float]:
-    """Return P(path ends at v) for V(node, mass); what is missing to 1 is the probability of rejection."""
+    """Return P(path ends at v) for V(node, mass). The remainder to 1 is the probability of rejection."""
     context, children = drawn.contexts[node], list(tries[node])
     tokens = [drawn.tree.token_ids[child] for child in children]
     shares = pi(model.target(context), model.draft(context), tokens, mass) if tokens else Shares([], 1.0 - mass)
@@ -195,7 +195,7 @@ def test_passed_mass_commits_more_than_kept_mass() -> None:
 
 
 def test_one_path_rules_ignore_branches() -> None:
-    """Only what is drafted on the first path counts: a trunk of 1 and branches of 2 are a path of 3."""
+    """Only drafts on the first path count: a trunk of 1 and branches of 2 are a path of 3."""
     model = TinyModel(3, seed=3)
     branched, path = efficiencies(model, Expansion(1, 2, 2)), efficiencies(model, Expansion(3, 1, 0))
     for name in ("naive", "block"):

@@ -19,7 +19,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 @pytest.fixture(scope="module")
 def example() -> dict[str, Any]:
-    """What the page's blocks define; their assertions have held."""
+    """The definitions of the page's blocks, whose assertions passed."""
     names: dict[str, Any] = {}
     for block in BLOCKS:
         exec(compile(block, str(PAGE), "exec"), names)

@@ -1,4 +1,4 @@
-"""A fingerprint changes with the tokens, with what is special and with the weights, and with nothing else."""
+"""A fingerprint changes with the tokens, with the special tokens and with the weights only."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A converted folder holds the file's own numbers, each once, and the tokenizer and end tokens its vocabulary was made for."""
+"""A converted folder has the file's own numbers, each once, and the tokenizer and end tokens of its vocabulary."""
 
 import json
 import struct
@@ -42,7 +42,7 @@ def test_weights_equal_file_and_are_stored_once(tmp_path, architecture, splitter
 
 @pytest.mark.parametrize("kind", [Type[name] for name in convert.TYPES], ids=lambda kind: kind.name)
 def test_every_type_keeps_its_values(tmp_path, kind):
-    """Weights were rounded to bfloat16 whatever the file held, so that float32 was not the file's model."""
+    """The bug: weights were rounded to bfloat16 in any case, so a float32 file became another model."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_model("llama", is_tied=True, width=256), "llama", "smollm", kind)
     convert.convert(path, tmp_path / "out")

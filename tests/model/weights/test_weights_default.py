@@ -57,7 +57,7 @@ def test_layers_are_read_as_4_bits(weights):
 
 
 def test_digits_are_separate_tokens(weights, tokenizer, monkeypatch):
-    """As in the model's own tokenizer, whose training saw every digit alone and two spaces before it as one token."""
+    """The model's own tokenizer splits each digit, and reads two spaces before it as one token."""
     assert tokenizer.tokenize("  42") == ["ĠĠ", "4", "2"]
     # The mutant splits by GPT-2's rule, as transformers does with this file.
     if weights.gguf is not None:

@@ -62,7 +62,7 @@ async def until_between_workers(client: WorkerClient) -> None:
 
 
 class ForgetfulClient(WorkerClient):
-    """The mutant: buries a worker without taking back what it had."""
+    """The mutant: drops a dead worker without taking back its requests."""
 
     def _handle_death(self, death: WorkerDied, note: StepNote | None) -> None:
         with patch.object(self._recovery, "on_death"):
@@ -229,7 +229,7 @@ async def test_request_cancelled_between_workers_ends_immediately() -> None:
 
 
 class SkippingClock:
-    """What the link reads for the time: the real one, and whatever was skipped."""
+    """The clock of the connection: real time plus the skipped time."""
 
     def __init__(self) -> None:
         self.skipped_s = 0.0
@@ -395,7 +395,7 @@ FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.S
 
 
 class NotingClient(WorkerClient):
-    """Keeps what is noted of deaths."""
+    """Records the notes about deaths."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
