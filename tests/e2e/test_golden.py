@@ -108,7 +108,7 @@ def _run(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...]]:
     return texts
 
 
-def test_alone_with_every_expansion(golden: Golden) -> None:
+def test_single_request_with_any_expansion(golden: Golden) -> None:
     for drafter in golden.drafters:
         for index, expansion in enumerate(EXPANSIONS):
             which = index % len(golden.prompts)

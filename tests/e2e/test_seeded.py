@@ -138,7 +138,7 @@ def test_seeded_completion_is_equal_without_speculation(drafter: str, cases: lis
     assert list(_differences(cases, plain, run.texts)) == []
 
 
-def test_the_texts_are_unlike(cases: list[Case], plain: Texts) -> None:
+def test_prompts_give_different_completions(cases: list[Case], plain: Texts) -> None:
     """Equal texts would prove little; a handful may coincide."""
     assert len(set(plain.values())) > 0.95 * len(cases)
 

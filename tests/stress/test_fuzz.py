@@ -60,7 +60,7 @@ RIGHT = [
 ]
 
 
-def test_each_wrong_of_an_answer_is_noticed() -> None:
+def test_faults_of_an_answer_are_detected() -> None:
     assert {problem_of(answer) for answer in WRONG.values()} == set(WRONG)
     assert {problem_of(answer) for answer in RIGHT} == {None}
 

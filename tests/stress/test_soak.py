@@ -22,7 +22,7 @@ def _sample(step: int) -> Sample:
     return {"memory of worker": 1e6 + 9e4 * min(step, 10) + 800.0 * (step % 3), "files of worker": 30.0 + step % 2}
 
 
-def test_what_grows_is_found() -> None:
+def test_growing_resource_is_found() -> None:
     sound = [_sample(step) for step in range(40)]
     assert leaks(sound) == []
     leaky = [{**one, "memory of worker": one["memory of worker"] + 900.0 * step} for step, one in enumerate(sound)]

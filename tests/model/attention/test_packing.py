@@ -150,7 +150,7 @@ def written_elsewhere(batch):
 
 
 @pytest.mark.parametrize("mutant", [padding_keys_seen, in_order_of_size, slots_of_the_other_row, written_elsewhere])
-def test_pack_kills(mutant):
+def test_packing_detects_mutants(mutant):
     packed = example_segments()
     batch = pack(packed, CPU)
     assert len(batch.padded.groups) == 2

@@ -145,7 +145,7 @@ def test_a_window_one_too_wide_is_noticed():
     assert (out[: len(expected)] - expected).abs().max() > WRONG
 
 
-def test_what_the_kernel_cannot_do_is_named():
+def test_unsupported_kernel_case_is_named():
     cuda = torch.device("cuda")
     assert "no CUDA device" in (unsupported_reason(torch.device("cpu"), 64, 1, torch.float32) or "")
     assert "heads of 512" in (unsupported_reason(cuda, 512, 1, torch.float32) or "") or find_spec("triton") is None

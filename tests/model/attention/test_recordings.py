@@ -157,7 +157,7 @@ def states_of_padding_where_the_first_position_reads(columns):
     ("mutant", "drafter"),
     [(padding_writes_to_the_first_slot, "model"), (states_of_padding_where_the_first_position_reads, "head")],
 )
-def test_padding_in_somebodys_slot_is_noticed(monkeypatch, mutant, drafter):
+def test_padding_in_a_used_slot_is_detected(monkeypatch, mutant, drafter):
     table_of = table.table_of
     expected = mean_accepted(ENGINES[drafter]("llama"))
     monkeypatch.setattr(

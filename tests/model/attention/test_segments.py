@@ -70,7 +70,7 @@ def written_over_the_context(segment):
 
 
 @pytest.mark.parametrize("mutant", [causal, without_the_chain, by_index, keys_by_index, written_over_the_context])
-def test_tree_segment_kills(mutant):
+def test_tree_segment_detects_mutants(mutant):
     tree = TokenTree((-1, 0, 0, 1), (7, 8, 9, 8), ((1, 2), (3,), (), ()))
     slots = list(range(20))
     segment = tree_segment([5, 6, 7], tree, 4, slots)

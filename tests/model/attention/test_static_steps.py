@@ -46,7 +46,7 @@ def test_unsupported_demand_is_refused_at_start(tmp_path):
         build_engine(replace(CONFIG, model=folder, device="cpu", cuda_graphs="on"))
 
 
-def test_a_canary_sees_passes_as_they_come():
+def test_canary_observes_passes_without_replay():
     assert static_steps(replace(CONFIG, kv_canary=True), model_over_tables()) is None
     with pytest.raises(GraphRefused, match="kv_canary"):
         static_steps(replace(CONFIG, kv_canary=True, cuda_graphs="on"), model_over_tables())
@@ -75,7 +75,7 @@ def test_drafter_without_tables_drafts_as_before():
     assert len(record(steps, LIMITS, engine.target, engine.drafter)) == 1
 
 
-def test_what_replays_keep_is_counted(tmp_path, monkeypatch):
+def test_memory_of_replays_is_counted(tmp_path, monkeypatch):
     folder = str(model_folder(tmp_path))
     config = replace(CONFIG, model=folder, drafter="model", draft_model=folder)
     assert memory_need(config, "float32", CPU).replays == 0

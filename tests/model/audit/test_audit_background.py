@@ -182,7 +182,7 @@ def one_token_more(logits_NV, sampling, rows):
 
 
 @pytest.mark.usefixtures("numbered_secrets")
-def test_tokens_that_cannot_come_are_found(monkeypatch):
+def test_impossible_tokens_are_found(monkeypatch):
     monkeypatch.setattr("engine.verify.dispatch.warped_probs", one_token_more)
     session = run(audited(), [unseeded(index, top_k=2, temperature=1.5) for index in range(20)])
     assert outcomes(session)[Check.SAMPLED].num_mismatch
@@ -312,7 +312,7 @@ def test_failed_judgement_drops_no_other_sequence(names, monkeypatch, caplog):
 
 
 @pytest.mark.usefixtures("numbered_secrets")
-def test_of_a_text_given_up_nothing_counts(monkeypatch):
+def test_abandoned_sequence_is_not_counted(monkeypatch):
     fail_at("u1", monkeypatch)
     session = run(audited(num_tokens=12), [unseeded(1, max_tokens=12)])
     assert sum(map(sum, (audit.pit_bins for audit in news(session)))) == 0
@@ -405,7 +405,7 @@ def test_audited_share_is_selected_by_name():
         (1.0, 3, "traversal", None),  # the same seed may come again and again: no fresh draws
     ],
 )
-def test_what_can_be_checked_of_a_request(temperature, seed, verifier, check):
+def test_checkable_requests_are_selected(temperature, seed, verifier, check):
     request = Request("r", PROMPT, SamplingParams(temperature, seed=seed), Speculation(verifier=verifier))
     assert check_of(request) is check
 

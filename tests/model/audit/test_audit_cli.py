@@ -109,7 +109,7 @@ def test_bfloat16_verdict_mentions_rounding(report):
     assert "rounding" in text_of(replace(report, reference_dtype="bfloat16"))
 
 
-def test_the_json_line_holds_everything(report):
+def test_json_line_contains_all_fields(report):
     line = as_json(report, tiny_engine(*pair("llama")).info)
     read = json.loads(line)
     assert "\n" not in line
@@ -153,7 +153,7 @@ def test_arguments_become_a_plan(audits):
     assert (plan.num_samples, plan.first_seed, plan.alpha) == (9, 4, 1e-3)
 
 
-def test_what_is_configured_is_audited(audits, tmp_path):
+def test_configured_engine_is_audited(audits, tmp_path):
     (tmp_path / "s.yaml").write_text("verifier: block\nexpansion: 5.1.0\n")
     server.cli.main.main(["audit", "--config", str(tmp_path / "s.yaml")])
     assert {setting.verifier for setting in plan_of(audits[0], ((1,),)).settings} == {"block"}
@@ -188,7 +188,7 @@ def test_no_speculation_is_nothing_to_audit(tmp_path, capsys):
     assert "without a drafter" in capsys.readouterr().err
 
 
-def test_what_the_engine_refuses_is_one_line(monkeypatch, capsys):
+def test_engine_refusal_is_one_line(monkeypatch, capsys):
     def refuse(*_):
         raise BadConfiguration("not this")
 
@@ -226,7 +226,7 @@ def test_engine_failure_is_no_usage_error(failure, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("edit", [{"logit_bias": ((3, 1.0),)}, {"allowed_token_ids": (3,)}, {"min_tokens": 1}])
-def test_what_the_reference_lacks_cannot_be_planned(edit):
+def test_unsupported_parameters_cannot_be_planned(edit):
     with pytest.raises(ValueError, match="cannot be audited"):
         AuditPlan(((1,),), (Setting(SamplingParams(**edit), "traversal"),), first_seed=7)
 

@@ -166,7 +166,7 @@ def test_the_order_of_cuts_is_the_servers(folder, monkeypatch):
     assert not {one.setting for one in found.results if "top_p" in one.setting and one.at(found.level) is CheckVerdict.VIOLATION}
 
 
-def test_the_report_is_text_and_json(folder):
+def test_report_is_text_and_json(folder):
     found = report(stand_in.LooseAtZero, folder, 200)
     text, read = as_text(found), json.loads(as_json(found))
     assert "VIOLATION" in text

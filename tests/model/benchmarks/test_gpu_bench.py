@@ -55,7 +55,7 @@ def test_skipped_measurements_are_reported(tmp_path, monkeypatch):
     assert "pass: left out" in text
 
 
-def test_a_wrong_text_is_found(figures, monkeypatch):
+def test_wrong_sequence_is_detected(figures, monkeypatch):
     table_of = table.table_of
 
     def causally(batch, *rest):

@@ -64,7 +64,7 @@ def test_a_model_that_can_be_served(folder, capsys, monkeypatch):
         (("--model", "{folder}/nothing"), "model"),
     ],
 )
-def test_what_prevents_serving_is_refused(folder, capsys, flags, part, monkeypatch):
+def test_settings_that_prevent_serving_are_refused(folder, capsys, flags, part, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     status, report = _report(capsys, "--model", folder, *(flag.format(folder=folder) for flag in flags))
     assert (status, report["can_serve"]) == (1, False)
@@ -118,7 +118,7 @@ def _selector_file(path: Path, width: int, *, expansion: str = "4.1.0", objectiv
     return str(path)
 
 
-def test_a_selector_is_held_against_the_models(folder, capsys, tmp_path):
+def test_selector_is_compared_with_the_models(folder, capsys, tmp_path):
     """Each difference by name; what fits is refused by nothing."""
     width = json.loads((Path(folder) / "config.json").read_text())["hidden_size"]
     fitting = _selector_file(tmp_path / "fitting.safetensors", width)

@@ -98,7 +98,7 @@ def test_impossible_training_is_refused_with_reason(made, capsys):
     assert not (work / "nothing").exists()  # before a text is written
 
 
-def test_prompts_come_of_several_grammars(made, tmp_path):
+def test_prompts_are_drawn_from_several_grammars(made, tmp_path):
     target, work = made
     (tmp_path / "other.yaml").write_text(yaml.safe_dump({**GRAMMAR, "templates": {"a": ["w7 w{number}"]}}))
     grammars = ["--prompt-grammar", str(work / "grammar.yaml"), str(tmp_path / "other.yaml")]

@@ -83,7 +83,7 @@ def test_examples_are_of_every_rule_and_prompt(work):
     assert has_distribution.sum() == len(drawn)  # a deterministic rule keeps no draft distribution
 
 
-def test_a_second_run_collects_what_is_missing(work, monkeypatch):
+def test_second_run_collects_missing_prompts(work, monkeypatch):
     """Complete prompts are not measured again. A prompt without its shard is, with equal results except for counts."""
     shard = work / "roots" / "roots-two-1.safetensors"
     others = {path: path.stat().st_mtime_ns for path in (work / "roots").iterdir() if path != shard}

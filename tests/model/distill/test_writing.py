@@ -43,7 +43,7 @@ both_ways = pytest.mark.parametrize("model_of", [tiny_model, pytest.param(native
 
 @pytest.mark.parametrize("batch", [3, 8])
 @pytest.mark.parametrize(("model_of", "family"), [*IN_COLUMNS, *IN_LANES])
-def test_greedy_texts_are_those_of_generate(model_of: Callable[[str], CausalModel], family: str, batch: int) -> None:
+def test_greedy_tokens_equal_generate(model_of: Callable[[str], CausalModel], family: str, batch: int) -> None:
     texts, module = written(model_of(family), 0.0, batch), tiny_module(family)
     assert len(texts) == len(PROMPTS)
     for index, order in orders(0.0).items():
@@ -120,7 +120,7 @@ def test_company_does_not_matter(model_of: Callable[[str], CausalModel]) -> None
 
 
 @both_ways
-def test_nothing_is_written_where_nothing_is_ordered(model_of: Callable[[str], CausalModel]) -> None:
+def test_empty_plan_generates_nothing(model_of: Callable[[str], CausalModel]) -> None:
     assert not list(generate(model_of("llama"), {}, 8))
     with pytest.raises(ValueError, match="0 texts"):
         next(generate(model_of("llama"), orders(0.0), 0))

@@ -219,7 +219,7 @@ LEVELS = DFlashDrafter._levels_after
         (["dflash"], DFlashDrafter, "_levels_after", another_root),
     ],
 )
-def test_the_networks_own_proposals_kill(names, where, name, mutant, tmp_path, monkeypatch):
+def test_network_proposals_detect_mutants(names, where, name, mutant, tmp_path, monkeypatch):
     """No text would change, as any draft is lossless: only the proposals show it."""
     monkeypatch.setattr(where, name, mutant)
     for checkpoint in names:
@@ -236,7 +236,7 @@ TREES = ("2.2.2", "static.8", "heap.8", "threshold.8", "noise_aware.8", "beam.8"
 
 @pytest.mark.parametrize("config", [ROOMY, CROWDED])
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
-def test_no_text_changes(kind, config, tmp_path):
+def test_drafting_changes_no_token(kind, config, tmp_path):
     """Greedy texts are transformers' own, and seeded ones those of plain decoding, under every tree."""
     without = run(tiny_engine(model("llama")), MIXED).texts()
     assert [without[str(row)] for row in range(3)] == [own_greedy_text("llama", PROMPTS[row], 12) for row in range(3)]
@@ -261,7 +261,7 @@ def test_checkpoint_with_cached_text_proposes_as_alone(kind, tmp_path):
 
 @pytest.mark.parametrize("precision", ["bfloat16", pytest.param("int8", marks=needs_library)])
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
-def test_a_narrower_precision_changes_no_text(kind, precision, tmp_path):
+def test_narrower_precision_changes_no_token(kind, precision, tmp_path):
     checkpoint = read_checkpoint(written(tmp_path, learnt(kind)), FACTS)
     linears = NATIVE if precision == "int8" else "plain"
     drafter = load_drafter(checkpoint, model("llama"), ROOMY.num_slots, linears, precision)
@@ -325,6 +325,6 @@ RECORDED = children._recorded_probs
     ("where", "name", "mutant"),
     [(TrimmedVocabulary, "widened", in_the_drafters_own_ids), (children, "_recorded_probs", of_the_node_before)],
 )
-def test_recorded_distributions_kill(where, name, mutant, tmp_path, monkeypatch):
+def test_recorded_distributions_detect_mutants(where, name, mutant, tmp_path, monkeypatch):
     monkeypatch.setattr(where, name, mutant)
     assert recorded_error(tmp_path, "eagle3") > 1e-2

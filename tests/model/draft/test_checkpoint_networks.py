@@ -210,7 +210,7 @@ READ, STORED_NORM = Eagle3Network._read, decoder_layer.stored_norm
         (read, "_causal_layers", lambda config, flash, windows: (False,) * len(windows), DFLASH[1:2]),
     ],
 )
-def test_speculators_logits_kill(where, name, mutant, checkpoints, monkeypatch):
+def test_speculators_logits_detect_mutants(where, name, mutant, checkpoints, monkeypatch):
     """Each is a reading of the keys that another engine has, or had."""
     if mutant is None:
         monkeypatch.setattr(where, name, property(lambda _: None, lambda *_: None), raising=False)

@@ -222,7 +222,7 @@ def test_state_reading_drafter_avoids_cached_paths():
     assert growth.forest.trees[0].num_nodes == 3
 
 
-def test_what_waits_is_bounded(monkeypatch):
+def test_deferred_tokens_are_bounded(monkeypatch):
     monkeypatch.setattr(combined, "_MAX_DEFERRED", 5)
     growth, inner = grown(CacheByLength({0: SURE_OF_3}), Expansion(1, 1, 0), num_seeds=4)
     assert inner.num_passes == 1

@@ -185,12 +185,12 @@ _UNIFORMS, _DRAWN = children._uniforms, children._sample_iid
 
 
 @pytest.mark.parametrize("mutant", [one_uniform_for_all_nodes, one_uniform_for_all_draws, draws_of_neighbours_shared])
-def test_independence_of_draws_kills(mutant, monkeypatch):
+def test_independence_of_draws_detects_mutants(mutant, monkeypatch):
     monkeypatch.setattr(children, "_uniforms", mutant)
     assert fork_z() > FAILS_ABOVE
 
 
-def test_independence_of_draws_kills_draws_without_replacement(monkeypatch):
+def test_independence_test_detects_draws_without_replacement(monkeypatch):
     monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.IID, distinct_draws)
     assert fork_z() > FAILS_ABOVE
 
@@ -206,7 +206,7 @@ def test_draws_at_two_positions_are_independent():
     assert position_z() < PASSES_BELOW
 
 
-def test_positions_kill_a_key_without_position(monkeypatch):
+def test_positions_detect_key_without_position(monkeypatch):
     monkeypatch.setattr(children, "stream_key", lambda seed, position, stream: stream_key(seed, 0, stream))
     assert position_z() > FAILS_ABOVE
 

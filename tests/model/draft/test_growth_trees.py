@@ -662,7 +662,7 @@ class Warm(AgreementWeights):
 
 
 @pytest.mark.parametrize("broken", [Cold, Blunt, Warm])
-def test_chances_kill_other_scores(broken):
+def test_chances_detect_other_scores(broken):
     agreement = broken()
     agreement.log_prob_weight, agreement.noise_weight = 0.9, 0.3
     with pytest.raises(AssertionError):

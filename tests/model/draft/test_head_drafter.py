@@ -150,7 +150,7 @@ def roots_are_proposed_for_at_once(scheduler, sequence, wish):
         (Scheduler, "_num_draftable", roots_are_proposed_for_at_once),
     ],
 )
-def test_the_nets_own_proposals_kill(where, name, mutant, monkeypatch):
+def test_net_proposals_detect_mutants(where, name, mutant, monkeypatch):
     """The text would be right still, as any draft is lossless: only the proposals show it."""
     monkeypatch.setattr(where, name, mutant)
     with pytest.raises(AssertionError, match="off at"):
@@ -236,7 +236,7 @@ def texts_without_drafts() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("config", [None, CROWDED])
-def test_no_text_changes(tree, config):
+def test_drafting_changes_no_token(tree, config):
     session = run(head_engine(learnt_head(), policy=FixedExpansion(parse_expansion(tree)), config=config), MIXED)
     assert session.texts() == texts_without_drafts()
     assert sum(stats.num_accepted_tokens for stats in session.stats)

@@ -192,7 +192,7 @@ def test_trees_are_equal_at_any_precision(monkeypatch, config, precision):
 
 @pytest.mark.parametrize("with_texts", [False, True])
 @pytest.mark.parametrize("config", [ROOMY, CRAMPED], ids=["roomy", "cramped"])
-def test_no_text_changes(config, with_texts):
+def test_drafting_changes_no_token(config, with_texts):
     session = run(engine_of(with_texts, config), crowd())
     assert session.texts() == plain_texts()
     assert any(stats.num_preemptions for stats in session.stats) == (config is CRAMPED)

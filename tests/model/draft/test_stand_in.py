@@ -40,7 +40,7 @@ def configured(folder: Path, head: str, stand_in: str | None = "ngram") -> Engin
 
 
 @pytest.mark.parametrize("head", ["wide", "missing", "lens"])
-def test_cached_text_drafts_instead(head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_stand_in_drafts_after_broken_head(head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     engine = build_engine(replace(configured(tmp_path, head), policy="fixed"))
     assert engine.info.drafter == "ngram"
     assert "ngram drafts instead" in caplog.text

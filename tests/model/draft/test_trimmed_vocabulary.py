@@ -90,7 +90,7 @@ _TO_HOST, _TOP_BY_NATIVE = children._to_host, children._top_by_native
         (TrimmedVocabulary, "widened", lambda vocab, rows_PM, filler: rows_PM, CASES[0]),
     ],
 )
-def test_that_kills(where, name, mutant, case, monkeypatch):
+def test_trimming_mutants_are_detected(where, name, mutant, case, monkeypatch):
     monkeypatch.setattr(where, name, mutant)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         check(*case)

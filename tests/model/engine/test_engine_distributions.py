@@ -164,7 +164,7 @@ _JUDGE = two_phase.TwoPhase.judge
         (two_phase, "stream_key", one_stream_for_drafts_and_acceptance),
     ],
 )
-def test_the_distribution_kills(where, name, mutant, monkeypatch):
+def test_distribution_detects_mutants(where, name, mutant, monkeypatch):
     monkeypatch.setattr(where, name, mutant)
     assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
 
@@ -193,7 +193,7 @@ def test_distribution_detects_undrawn_draft_distribution(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
-def test_the_distribution_kills_probabilities_of_another_node(kind, tmp_path, monkeypatch):
+def test_distribution_detects_probabilities_of_another_node(kind, tmp_path, monkeypatch):
     """Children are drawn from their node's distribution, and the next node's is recorded."""
     drawn_iid = children._sample_iid
 

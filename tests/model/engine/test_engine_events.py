@@ -148,7 +148,7 @@ def test_nan_fails_only_its_own_request(kind, has_drafter):
         (Request("r", (5,), speculation=Speculation(verifier="majority")), "no verifier is named 'majority'"),
     ],
 )
-def test_what_can_never_run_is_refused(request_, reason):
+def test_impossible_request_is_refused(request_, reason):
     engine = engine_of("llama", "none", config=TIGHT)
     with pytest.raises(RequestRefused, match=reason):
         engine.add(request_)

@@ -58,7 +58,7 @@ def generated(folder: Path, **settings: Any) -> list[int]:
     return [int(token_id) for token_id in out[0, len(PROMPT_IDS) :]]
 
 
-async def test_greedy_text_is_generates_with_its_settings(folder: Path) -> None:
+async def test_greedy_tokens_equal_generate_with_settings(folder: Path) -> None:
     """The file was ignored: without its penalty another text comes, of another length."""
     with_file, without = generated(folder), generated(folder, repetition_penalty=1.0, max_new_tokens=16)
     assert with_file != without[: len(with_file)]

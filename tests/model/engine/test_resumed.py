@@ -119,7 +119,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("make", "name"), CASES)
-def test_each_cut_goes_on_as_one_text(make: Callable[[], Engine], name: str) -> None:
+def test_resumed_sequence_continues_at_any_cut(make: Callable[[], Engine], name: str) -> None:
     check_each_cut_goes_on_as_one_text(make, REQUESTS[name])
 
 

@@ -81,7 +81,7 @@ configs = st.builds(
 
 @settings(max_examples=40)
 @given(st.sampled_from(FAMILIES), st.sampled_from(DRAFTERS), any_expansions(), configs, seeded_requests(), mates(), st.data())
-def test_nothing_around_a_request_changes_its_text(family, drafter, shape, config, subject, others, data):
+def test_batch_of_a_request_changes_no_token(family, drafter, shape, config, subject, others, data):
     requests = data.draw(st.permutations([subject, *others]))
     texts = run(engine_of(family, drafter, shape, config), requests).texts()
     assert texts["subject"] == seeded_text(family, subject)
@@ -104,7 +104,7 @@ def check_crowd(engine: Engine, *, is_cramped: bool) -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("config", [ROOMY, CRAMPED], ids=["roomy", "cramped"])
-def test_a_crowd_keeps_its_texts(drafter, config):
+def test_crowd_keeps_its_sequences(drafter, config):
     """Cramped: prompts are fed in chunks of at most twelve tokens, and sequences lose their slots and begin again."""
     check_crowd(engine_of("llama", drafter, TREE, config), is_cramped=config is CRAMPED)
 
@@ -138,7 +138,7 @@ class OneGenerator:
 
 @pytest.mark.parametrize("config", [ROOMY, CRAMPED], ids=["roomy", "cramped"])
 @pytest.mark.parametrize("mutant", [keyed_by_the_step, keyed_by_the_seed_alone, OneGenerator()])
-def test_crowds_kill_noise_not_keyed_by_position(mutant, config, monkeypatch):
+def test_crowds_detect_noise_not_keyed_by_position(mutant, config, monkeypatch):
     monkeypatch.setattr(coupled, "_noise_key", mutant)
     with pytest.raises(AssertionError):
         check_crowd(engine_of("llama", "model", TREE, config), is_cramped=config is CRAMPED)
@@ -205,9 +205,9 @@ async def texts_of_workers(factory: Callable[[EngineConfig], Engine], request: R
 REQUEST = sampled("r", LONG, seed=11, max_tokens=12, temperature=0.9)
 
 
-async def test_a_restarted_worker_gives_the_same_text():
+async def test_restarted_worker_gives_equal_tokens():
     assert await texts_of_workers(build, REQUEST, num_restarts=1) == [seeded_text("llama", REQUEST)] * 2
 
 
-async def test_workers_kill_noise_of_the_process():
+async def test_workers_detect_process_noise():
     assert await texts_of_workers(build_with_noise_of_the_process, REQUEST, num_restarts=0) != [seeded_text("llama", REQUEST)]

@@ -31,7 +31,7 @@ def test_packed_is_plain_up_to_rounding(family):
 
 
 @needs_onednn
-def test_packed_kills_a_forgotten_bias():
+def test_packed_layer_detects_forgotten_bias():
     module = tiny_module("qwen2")
     prepare_linears(module, "packed")
     for part in module.modules():

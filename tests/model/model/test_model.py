@@ -36,7 +36,7 @@ def random_module(config: PreTrainedConfig):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_read_of_a_model(family):
+def test_model_properties_are_read(family):
     one = model(family)
     assert (one.vocab_size, one.max_positions, one.eos_token_ids) == (61, 512, (2,))
 
@@ -76,7 +76,7 @@ def test_models_we_cannot_drive_are_refused(config):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_check_kills_a_broken_mask(family, monkeypatch):
+def test_check_detects_broken_mask(family, monkeypatch):
     """A pass in which all tokens see each other differs from the model's own, and the check reports it."""
     monkeypatch.setattr(
         Group, "bias", lambda group, window, dtype: torch.zeros_like(group.visible_BTL[:, None, None], dtype=dtype)
@@ -130,7 +130,7 @@ def test_check_detects_broken_mask_in_bfloat16(family, monkeypatch):
         adopt(tiny_module(family).bfloat16(), CPU)
 
 
-def test_the_check_kills_wrong_positions(monkeypatch):
+def test_check_detects_wrong_positions(monkeypatch):
     def by_index(*arguments):
         segment = tree_segment(*arguments)
         return replace(segment, positions=range(segment.positions[0], segment.positions[0] + segment.num_tokens))
@@ -195,7 +195,7 @@ def test_window_longer_than_old_check_is_checked(monkeypatch):
         adopt(random_module(config), CPU)
 
 
-def test_what_is_compared_is_what_serves(monkeypatch):
+def test_check_compares_the_serving_pass(monkeypatch):
     """The linears were replaced after the comparison; a broken replacement must not pass."""
 
     def broken(model, kind):

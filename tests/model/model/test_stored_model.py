@@ -85,7 +85,7 @@ def test_a_stored_model_has_the_same_bits(tmp_path: Path, stored: list[str], fam
             assert getattr(found, name) == getattr(whole, name), name
 
 
-def test_rotations_are_those_of_long_texts_too(tmp_path: Path, stored: list[str]) -> None:
+def test_rotations_match_for_long_sequences(tmp_path: Path, stored: list[str]) -> None:
     """A table is extended with the text: its later part comes from the stored frequencies as well."""
     folder = model_folder(tmp_path / "model", tiny_module("gemma3"))
     found, whole = load_stored(folder, "float32", CPU), load_model(folder, "float32", CPU, NATIVE)
@@ -162,7 +162,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_model_is_stored_anew(tmp_path: Path, stored: list[str], change: str) -> None:
+def test_another_model_is_stored_again(tmp_path: Path, stored: list[str], change: str) -> None:
     """A model that is trained further in its folder must not be served from the earlier file."""
     folder = model_folder(tmp_path / "model")
     load_stored(folder, "float32", CPU)
@@ -232,7 +232,7 @@ def test_file_with_other_logits_is_not_stored(tmp_path: Path, stored: list[str],
     assert entries(tmp_path) == []
 
 
-def test_what_transformers_runs_is_noted_once(tmp_path: Path, stored: list[str]) -> None:
+def test_unknown_model_is_tried_once(tmp_path: Path, stored: list[str]) -> None:
     """A model that the library does not know is loaded as before, without a second process at each start."""
     folder = model_folder(tmp_path / "model", AutoModelForCausalLM.from_config(OlmoConfig(**SIZES)))
     assert load_stored(folder, "float32", CPU) is None

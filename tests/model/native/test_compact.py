@@ -130,7 +130,7 @@ def test_weights_off_grid_round_to_8_bits(num_outputs, num_inputs, seed, size):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", [(1, 32), (64, 32), (70, 576), (129, 96), (40, 37)])
-def test_what_is_packed_is_unpacked(bits, shape):
+def test_packed_weights_are_unpacked_equally(bits, shape):
     compact = compact_weights(random(bits, *shape))
     assert compact.bits == bits
     packed = compact_packed(compact)

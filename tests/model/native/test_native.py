@@ -154,7 +154,7 @@ def test_in_bfloat16_weights_alone_are_rounded(family):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_texts_are_those_of_plain_decoding(precision):
+def test_sequences_equal_plain_decoding(precision):
     """Greedy, and drawn with a seed, with trees of a drafter that often errs."""
     rng = random.Random(4)
     requests = [

@@ -81,7 +81,7 @@ def test_the_comparison_sees_inputs_rounded_together():
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_is_held_is_the_weight_rounded(precision):
+def test_stored_weight_is_rounded(precision):
     linear, native = layer(precision, 65, 129)
     dense_OI = native.dense_weight()
     assert weight_of(native).equal(dense_OI)

@@ -106,7 +106,7 @@ def test_unsupported_part_is_named_before_any_change(make, why):
     assert [type(part) for part in module.modules()] == before
 
 
-def test_what_is_no_decoder_is_named():
+def test_unsupported_decoder_is_named():
     body = tiny_module("llama").model
     with pytest.raises(UnknownDecoder, match="LlamaModel lacks the parts of a decoder"):
         refuse_by_structure(body)

@@ -165,7 +165,7 @@ def test_policy_knows_the_cost_of_fed_tokens(drafter, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
-def test_the_adaptive_policy_changes_no_text(drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_adaptive_policy_changes_no_token(drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The real policy on a real engine: it drafts trees of many shapes, and the texts are plain decoding's."""
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)

@@ -100,16 +100,16 @@ def probs_after(sampling: SamplingParams, texts: Sequence[Sequence[int]], num_pr
 
 
 @pytest.mark.parametrize("edits", EDITS)
-def test_greedy_text_is_generates(edits):
+def test_greedy_tokens_equal_generate(edits):
     check_texts(request_of(edits, temperature=0.0), generated(edits))
 
 
 @pytest.mark.parametrize("edits", EDITS)
-def test_seeded_text_is_plain_decodings(edits):
+def test_seeded_tokens_equal_plain_decoding(edits):
     check_texts(request_of(edits, seed=11, temperature=0.8), seeded_text(edits))
 
 
-def test_each_edit_changes_the_text():
+def test_each_edit_changes_the_tokens():
     """An edit that changed nothing would prove nothing."""
     plain = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
     unedited = run(engine_of(PLAIN), [Request("r", PROMPT, plain)]).outcomes["r"].ids
@@ -234,7 +234,7 @@ _CONTEXT = Row.sampling_context
     [context_without(path_ids=()), context_without(num_prompt_tokens=0), root_forgotten],
     ids=["path forgotten", "prompt counted", "root forgotten"],
 )
-def test_the_distribution_and_the_texts_kill(mutant, monkeypatch):
+def test_distribution_and_sequences_detect_mutants(mutant, monkeypatch):
     monkeypatch.setattr(Row, "sampling_context", mutant)
     assert z_of_counts(triples("traversal", Expansion(1, 3, 1)), target_distribution()) > FAILS_ABOVE
     for request, text in (

@@ -56,7 +56,7 @@ def blind_to_nan(rows):
 
 @needs_library
 @pytest.mark.parametrize("mutant", [last_of_equals, blind_to_nan])
-def test_the_comparison_kills(mutant, monkeypatch):
+def test_comparison_detects_mutants(mutant, monkeypatch):
     cases = [torch.tensor([[1.0, 2.0, 2.0]]), torch.tensor([[1.0, math.nan, 0.0]])]
     assert all(pairs(argmax_rows(rows)) == by_numpy(rows) for rows in cases)
     assert not all(pairs([RowArgMax(*one) for one in mutant(rows)]) == by_numpy(rows) for rows in cases)

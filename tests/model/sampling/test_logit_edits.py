@@ -229,7 +229,7 @@ def many_nodes() -> list[SamplingContext]:
         *("repetition by count", "negative logits grow", "words by their ends", "words within the path"),
     ],
 )
-def test_edits_kill(mutant):
+def test_edits_detect_mutants(mutant):
     contexts = many_nodes()
     check(edited_logits, contexts)
     with pytest.raises(AssertionError):
@@ -246,7 +246,7 @@ def never_edited(logits_NV, contexts):
 
 
 @pytest.mark.parametrize("mutant", [edited_after_temperature, never_edited])
-def test_distributions_kill(mutant):
+def test_distributions_detect_mutants(mutant):
     contexts = [replace(one, sampling=replace(one.sampling, temperature=0.5)) for one in many_nodes()]
     check_distributions(processed_probs, contexts)
     with pytest.raises(AssertionError):

@@ -76,7 +76,7 @@ def test_the_library_makes_the_same_noise():
         lambda keys, count, ids=None: native.gumbels(keys, count, None if ids is None else ids.sort().values),
     ],
 )
-def test_the_comparison_kills(mutant):
+def test_comparison_detects_mutants(mutant):
     assert not _library_s_noise_is_torch_s(mutant)
 
 
@@ -115,7 +115,7 @@ def test_repeated_noise_request_returns_equal_noise(batches, vocab_size):
             gumbels(keys, vocab_size).zero_()
 
 
-def test_noise_kills_rows_kept_without_their_width(monkeypatch):
+def test_noise_detects_rows_cached_without_width(monkeypatch):
     monkeypatch.setattr(native, "can_choose", lambda device: False)
     monkeypatch.setattr(noise._NoiseCache, "of", lambda self, keys, vocab_size, device: [uniforms([0], 3)[0]] * len(keys))
     with pytest.raises(AssertionError):
@@ -138,7 +138,7 @@ def test_noisy_log_argmax_draws_from_the_distribution():
 @pytest.mark.parametrize(
     "mutant", [uniforms, lambda keys, count: -gumbels(keys, count), lambda keys, count: 0.8 * gumbels(keys, count)]
 )
-def test_gumbel_distribution_kills(mutant):
+def test_gumbel_distribution_detects_mutants(mutant):
     assert arg_max_z(mutant) > FAILS_ABOVE
 
 

@@ -68,7 +68,9 @@ MUTANTS: list[tuple[str, object, str, Callable[..., Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "where", "attribute", "mutant"), MUTANTS)
-def test_the_table_kills(name: str, where: object, attribute: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+def test_table_detects_mutants(
+    name: str, where: object, attribute: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(where, attribute, mutant)
     cells = _cells(SUBJECTS[name])
     assert cells["coupled"] != "text"
@@ -91,7 +93,7 @@ def _cells(subject: Subject) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mutant", ["edited", "root"])
-def test_numbers_kill(mutant: str, monkeypatch: pytest.MonkeyPatch):
+def test_logprobs_detect_mutants(mutant: str, monkeypatch: pytest.MonkeyPatch):
     """Log-probabilities after the request's edits, or all of a step's reported at its root."""
     logprobs_of = judge.logprobs_of
 

@@ -147,7 +147,7 @@ def one_token_too_few(logits_NV, params):
 
 
 @pytest.mark.parametrize("mutant", [typical_before_the_others, the_likeliest_first, one_token_too_few])
-def test_typical_distributions_kill(mutant):
+def test_typical_distributions_detect_mutants(mutant):
     logits_NV = random_logits(5, 12, 61, 2.0, False)
     params = [SamplingParams(temperature=0.6 + 0.1 * row, typical_p=0.3 + 0.05 * row, top_k=9) for row in range(12)]
     assert check_typical(probs_of, logits_NV, params) > 6
@@ -255,7 +255,7 @@ def check_all(probs_of) -> None:
         ties_broken,
     ],
 )
-def test_distributions_kill(mutant):
+def test_distributions_detect_mutants(mutant):
     check_all(probs_of)
     with pytest.raises(AssertionError):
         check_all(mutant)

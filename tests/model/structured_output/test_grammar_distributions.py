@@ -102,7 +102,7 @@ def seeded_text(grammar: Grammar, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_texts_are_plain_decodings_and_match(name):
+def test_sequences_match_and_equal_plain_decoding(name):
     grammar = ALL[name]
     seeds = range(4)
     for expansion in EXPANSIONS:
@@ -122,7 +122,7 @@ def test_texts_are_plain_decodings_and_match(name):
             assert sum(stats.num_accepted_tokens for stats in session.stats) > len(requests), "something was accepted"
 
 
-def test_the_grammar_changes_the_texts():
+def test_grammar_changes_the_sequences():
     plain = SamplingParams(temperature=0.0, max_tokens=LONG)
     bare = run(engine_of(PLAIN), [Request("r", PROMPT, plain)]).outcomes["r"].ids
     assert all(generated(grammar)[: len(bare)] != bare for grammar in ALL.values())
@@ -205,7 +205,7 @@ MARKERS = tuple(FEW[3:5])
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(("verifier", "expansion"), [("traversal", Expansion(0, 3, 2)), ("coupled", Expansion(1, 2, 1))])
-def test_texts_behind_blocks_have_the_masked_distribution(name, verifier, expansion):
+def test_sequences_after_blocks_follow_masked_distribution(name, verifier, expansion):
     """Texts that end behind a block, without one, inside one at a limit, and at a stop token, whichever side it is on."""
     sampling, distribution = BLOCKS[name], target_distribution(BLOCKS[name])
     found = counts(verifier, expansion, sampling)
@@ -239,7 +239,7 @@ _CONTEXT = Row.sampling_context
 
 
 @pytest.mark.parametrize("mutant", [only_the_root_is_masked, every_node_is_masked_like_the_root])
-def test_the_distribution_and_the_texts_kill(mutant, monkeypatch):
+def test_distribution_and_sequences_detect_mutants(mutant, monkeypatch):
     monkeypatch.setattr(Row, "sampling_context", mutant)
     requests = [request_of(LARK, str(seed), seed=seed, temperature=1.5) for seed in range(4)]
     texts = run(engine_of(Expansion(2, 2, 2)), requests).texts()
@@ -301,7 +301,7 @@ def test_stop_token_may_end_sequence_early():
         assert outcome.ids == text[: text.index(stop) + 1 if stop in text else len(text)]
 
 
-def test_texts_kill_a_judge_that_masks_nothing(monkeypatch):
+def test_sequences_detect_unmasked_verification(monkeypatch):
     """The mutant: without edits in verification the comparison above fails, whatever the drafter masks."""
     monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
     outcome = run(engine_of(Expansion(2, 2, 2)), [request_of(REGEX, temperature=0.0)]).outcomes["r"]

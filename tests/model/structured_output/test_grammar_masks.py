@@ -99,7 +99,7 @@ _MOVE_TO = _TextMatcher.move_to
     [("_go_back", never_back), ("_go_back", back_to_the_root_only), ("move_to", kept_masks)],
     ids=["never back", "back to the root", "masks outlive their text"],
 )
-def test_masks_kill(name, mutant, monkeypatch):
+def test_masks_detect_mutants(name, mutant, monkeypatch):
     steps = [(ids_of("ab"), TREE), (ids_of("abb"), TREE), (ids_of("cc"), TREE)]
     check(REGEX, steps)
     monkeypatch.setattr(_TextMatcher, name, mutant)
@@ -117,7 +117,7 @@ def test_sequences_of_one_grammar_are_independent():
 
 
 @pytest.mark.parametrize("grammar", [REGEX, CHOICE], ids=["regex", "choice"])
-def test_what_is_allowed_can_still_match(grammar):
+def test_allowed_tokens_can_still_match(grammar):
     """Every token that can come begins a text of the language, written out here; the end comes after whole ones alone."""
     choices = ["abc", "ab", "abab", "true", "12"]
     whole = re.compile(REGEX.text if grammar is REGEX else "|".join(choices))
@@ -155,7 +155,7 @@ def test_abandoned_matcher_allows_nothing_and_isolates_others(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "a", 'say "a\\b"\n', "\x00\x7f", "日本 😀", "[a]*", "{{x}}", " - "])
-def test_a_choice_is_the_very_text(text):
+def test_choice_is_the_exact_string(text):
     matcher = compiled(vocabulary(), Grammar(GrammarKind.CHOICE, json.dumps([text, "zz"])))
     assert not matcher.is_error()
     assert matcher.is_accepting() == (text == "")

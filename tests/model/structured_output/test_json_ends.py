@@ -39,7 +39,7 @@ def schema(value: Any) -> Grammar:
 
 
 @pytest.mark.parametrize("style", [{}, {"separators": (",", ":")}, *({"indent": indent} for indent in (1, 2, 4, 8, "\t"))])
-def test_every_usual_style_can_come(style: dict[str, Any]):
+def test_usual_styles_are_allowed(style: dict[str, Any]):
     text = json.dumps(NESTED, **style)
     matcher = matcher_of(ANY)
     assert admits(matcher, text)
@@ -126,7 +126,7 @@ def test_a_schemas_own_bounds_widen_numbers():
     assert allowed(fraction, b"2.5e-2") & DIGITS or allowed(fraction, b"0.00000")
 
 
-def test_digits_that_alone_can_come_are_kept(monkeypatch: pytest.MonkeyPatch):
+def test_only_possible_digits_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammar_masks, "most_digits", lambda _: 3)
     grammar = schema({"enum": [123456, 7]})
     assert allowed(grammar, b"123") == frozenset(b"4")
@@ -197,7 +197,7 @@ def paths_uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mutate", "check"),
     [(whitespace_of_the_library, check_whitespace), (no_number_limit, check_numbers), (paths_uncounted, check_numbers)],
 )
-def test_bounds_kill(mutate, check, monkeypatch: pytest.MonkeyPatch):
+def test_bounds_detect_mutants(mutate, check, monkeypatch: pytest.MonkeyPatch):
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
         check()

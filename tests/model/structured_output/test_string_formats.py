@@ -108,7 +108,7 @@ def test_random_strings_are_valid(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_listed_strings_come_if_valid(name: str):
+def test_listed_strings_are_allowed_if_valid(name: str):
     check_listed(name)
 
 
@@ -129,7 +129,7 @@ def test_every_format_is_listed():
         ("duration", {"maxLength": 8}),
     ],
 )
-def test_other_keywords_hold_beside_a_format(name: str, more: dict[str, Any]):
+def test_other_keywords_apply_beside_a_format(name: str, more: dict[str, Any]):
     check_random(name, 200, **more)
 
 
@@ -258,7 +258,7 @@ def literals_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         (literals_everywhere, check_places),
     ],
 )
-def test_formats_kill(mutate, check, monkeypatch: pytest.MonkeyPatch):
+def test_formats_detect_mutants(mutate, check, monkeypatch: pytest.MonkeyPatch):
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
         check()

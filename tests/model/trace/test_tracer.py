@@ -124,7 +124,7 @@ _TRACED = tracer._traced_row
 
 
 @pytest.mark.parametrize("mutant", [before_the_cut, without_the_extra_token, path_without_its_root, position_of_the_extra_token])
-def test_traces_kill(mutant, tmp_path, monkeypatch):
+def test_traces_detect_mutants(mutant, tmp_path, monkeypatch):
     monkeypatch.setattr(tracer, "_traced_row", mutant)
     requests = requests_of_all_kinds()
     session = traced_run(engine_of("llama", "model", TREE), requests, tmp_path / "trace")

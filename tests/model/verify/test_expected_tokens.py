@@ -116,7 +116,7 @@ class OfTheWholeTree(OffByOne):
 
 @pytest.mark.parametrize("mutant", [OffByOne, OfTheWrongTree, OfTheWholeTree])
 @pytest.mark.parametrize("verifier", ["traversal", "specinfer"])
-def test_the_agreement_kills(verifier, mutant):
+def test_agreement_detects_mutants(verifier, mutant):
     judge = mutant()
     judged_by(judge, requests_of(verifier))
     assert max(z_scores(pairs_of(judge))) > FAILS_ABOVE

@@ -109,7 +109,7 @@ class KeyOfTheFirst(Judge):
 
 
 @pytest.mark.parametrize("mutant", [Indifferent, BrokenTogether, FirstRootsOnly, SamplingOfTheFirst, KeyOfTheFirst])
-def test_judge_kills(mutant):
+def test_judge_detects_mutants(mutant):
     kinds = KINDS * 4
     check(Judge(), kinds, {3, 5, 11})
     with pytest.raises((AssertionError, ValueError)):

@@ -95,7 +95,7 @@ _SCORED_BY = prompt_scores.scored_prompt_tokens
         ("engine.verify.prompt_logprobs.logprobs_of", first_place_for_all),
     ],
 )
-def test_scores_kill(where, mutant, monkeypatch):
+def test_scores_detect_mutants(where, mutant, monkeypatch):
     monkeypatch.setattr(where, mutant)
     with pytest.raises((AssertionError, IndexError)):  # an index: behind the last place there is none
         check(session_of())

@@ -116,7 +116,7 @@ def test_end_tokens_prefer_generation_settings(tmp_path, eos, expected):
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_what_cannot_be_read_is_named(tmp_path, file):
+def test_unreadable_part_is_named(tmp_path, file):
     folder = model_folder(tmp_path / "model")
     (folder / file).write_bytes(b"not what it should be")
     with pytest.raises(WeightsError, match=r"of .*model cannot be read"):

@@ -50,7 +50,7 @@ def mistakes(tokenizer: PreTrainedTokenizerFast, vocabulary: GgmlVocabulary) -> 
 @pytest.mark.weights
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
-def test_every_text_gets_the_models_tokens(found, tmp_path, name):
+def test_texts_get_the_tokens_of_the_model(found, tmp_path, name):
     """Splitting rules were guessed: `llama-bpe` cut words that are tokens, and `llama-spm` left out a space before a space."""
     assert len(found[name].texts) >= 40
     assert mistakes(reloaded(found[name].file, tmp_path), found[name]) == []

@@ -69,7 +69,7 @@ def test_a_preset_may_round_its_weights(tmp_path):
         assert torch.equal(tensor, torch.from_numpy(dequantized[name].copy()).bfloat16()), name
 
 
-def test_a_narrow_format_must_hold_every_number(tmp_path):
+def test_narrow_format_must_represent_all_numbers(tmp_path):
     """Numbers that neither half format holds stay in float32 beside others that one of them holds."""
     model = tiny_model("llama", is_tied=True)
     model.model.norm.weight.data[3] = 1 + 2.0**-20

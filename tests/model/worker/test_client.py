@@ -168,7 +168,7 @@ class TestStop:
             await stopping
             assert end_of(await reader).finish is FinishReason.LENGTH
 
-    async def test_ends_with_abort_what_does_not_drain(self) -> None:
+    async def test_undrained_requests_end_with_abort(self) -> None:
         client = worker_client()
         async with running(client):
             stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=ENDLESS))
