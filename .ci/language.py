@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("engine", "server", "selector")
-TESTS = ("tests/api", "tests/browser", "tests/conformance", "tests/selector", "tests/unit")
+TESTS = ("tests",)
 BANNED = {
     "who": "name the subject: a request, a sequence, a policy",
     "law": "distribution, probabilities",

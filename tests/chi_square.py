@@ -31,7 +31,7 @@ def z_score(observed: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def z_of_counts(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float]) -> float:
-    """Return the z score of counted outcomes against a law; an outcome outside the law counts against it."""
+    """Return the z score of outcome counts against a distribution. Outcomes of probability 0 increase the score."""
     total = sum(counts.values())
     outcomes = [*distribution, *(outcome for outcome in counts if outcome not in distribution)]
     return z_score([counts.get(o, 0) for o in outcomes], [total * distribution.get(o, 0.0) for o in outcomes])

@@ -59,7 +59,7 @@ async def running(service: EngineService) -> AsyncIterator[None]:
 
 
 def submitted(service: WorkerClient | InProcessEngine, request: Request) -> TokenEventStream:
-    """Return the events to come of a request that has no siblings."""
+    """Return the remaining events of a request that has no siblings."""
     (stream,) = service.submit([request])
     return stream
 

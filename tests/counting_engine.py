@@ -1,7 +1,7 @@
-"""A tiny deterministic engine for tests of everything around an engine: it counts, and misbehaves when a prompt says so.
+"""A small deterministic engine for tests without a model. It counts, and misbehaves when the prompt requests it.
 
-A request with prompt (..., p) gets the tokens p + 1, p + 2, ... one a step. A prompt that begins with a Trick does what the
-Trick's name says. The module-level builders are what a worker process can be told to build.
+A request with prompt (..., p) gets the tokens p + 1, p + 2, ... one a step. A prompt that begins with a Trick causes what the
+Trick is named for. A worker process can build the module-level builders by name.
 """
 
 import os
@@ -23,7 +23,7 @@ _PACE_S = 0.002
 
 
 class Trick(IntEnum):
-    """First token ids that ask for trouble."""
+    """First token ids that cause faults."""
 
     PACE = 900_001  # every step takes a little while
     RAISE = 900_002

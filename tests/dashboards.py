@@ -1,4 +1,4 @@
-"""The queries of deploy/ and of docs/metrics.md, as Prometheus is asked them, and the metrics that the server exports."""
+"""The Prometheus queries of deploy/ and docs/metrics.md, and the metrics that the server exports."""
 
 import json
 import re

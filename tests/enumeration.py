@@ -1,7 +1,7 @@
-"""Every tree that a growth can draw, with its probability, and the law of the text that a rule makes of them. Exact, float64.
+"""Every tree that a growth can draw, with its probability, and a rule's distribution of sequences over them. Exact, float64.
 
-Knows how trees are grown and what a lossless rule must achieve; knows nothing of how verifiers work: a rule is judged by the
-law of where its paths end and of what its extra tokens are.
+This module knows how trees are grown and what a lossless rule must achieve. It does not know how verifiers work. It judges a
+rule by the distribution of path ends and extra tokens.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from engine.core.tree import Expansion, TokenTree
 from engine.verify.forest import Forest
 
 Context = tuple[int, ...]
-Law = NDArray[np.float64]
+Distribution = NDArray[np.float64]
 
 
 class TinyModel:
-    """A target and a drafter over a few tokens; every context has its own laws.
+    """A target and a drafter over a few tokens. Each context has its own distributions.
 
-    `flavour`: `generic` laws are positive everywhere, `sparse` ones have zeros in different places, `equal` makes the
+    `flavour`: `generic` distributions are positive everywhere; `sparse` ones have zeros in different places; `equal` makes the
     drafter the target, `peaked` puts almost all mass on one token.
     """
 
@@ -33,12 +33,12 @@ class TinyModel:
         self.vocab_size = vocab_size
         self._seed = seed
         self._flavour = flavour
-        self.target: Callable[[Context], Law] = cache(lambda context: self._probs("target", context))
-        self.draft: Callable[[Context], Law] = (
+        self.target: Callable[[Context], Distribution] = cache(lambda context: self._probs("target", context))
+        self.draft: Callable[[Context], Distribution] = (
             self.target if flavour == "equal" else cache(lambda context: self._probs("draft", context))
         )
 
-    def _probs(self, role: str, context: Context) -> Law:
+    def _probs(self, role: str, context: Context) -> Distribution:
         rng = np.random.default_rng([self._seed, zlib.crc32(role.encode()), *context])
         distribution = rng.dirichlet(np.full(self.vocab_size, 0.2 if self._flavour == "peaked" else 1.0)) + 1e-9
         if self._flavour == "sparse":
@@ -122,7 +122,7 @@ def set_and_sample_trees(model: TinyModel, set_sizes: Sequence[int]) -> list[Dra
 
 
 _Draws = tuple[tuple[Context, int], ...]
-_Siblings = Callable[[Law, int], Iterator[tuple[tuple[int, ...], float]]]
+_Siblings = Callable[[Distribution, int], Iterator[tuple[tuple[int, ...], float]]]
 
 
 def _level_trees(model: TinyModel, sizes: Sequence[int], siblings: _Siblings) -> list[DrawnTree]:
@@ -148,8 +148,8 @@ def _level_draws(model: TinyModel, context: Context, sizes: Sequence[int], sibli
             yield draws + tuple(itertools.chain(*(c[0] for c in combination))), probability * _product(c[1] for c in combination)
 
 
-def _orderings(distribution: Law, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Yield ordered draws without replacement until `count` are drawn or the law is empty."""
+def _orderings(distribution: Distribution, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yield ordered draws without replacement until `count` are drawn or no probability is left."""
     count = min(count, int((distribution > 0).sum()))
     for tokens in itertools.permutations(range(len(distribution)), count):
         probability, left = 1.0, distribution.copy()
@@ -160,7 +160,7 @@ def _orderings(distribution: Law, count: int) -> Iterator[tuple[tuple[int, ...],
             yield tokens, probability
 
 
-def _set_and_sample(distribution: Law, set_size: int) -> Iterator[tuple[tuple[int, ...], float]]:
+def _set_and_sample(distribution: Distribution, set_size: int) -> Iterator[tuple[tuple[int, ...], float]]:
     """Yield the likeliest tokens with each draw off them, alone if nothing is left to draw."""
     fixed = tuple(token_id for token_id in np.argsort(-distribution)[:set_size].tolist() if distribution[token_id] > 0.0)
     rest = distribution.copy()
@@ -176,7 +176,7 @@ def heap_trees(model: TinyModel, budget: int) -> list[DrawnTree]:
     return list(_heap_trees(model, ((1.0, (), model.draft(())),), (), 1.0, budget))
 
 
-_Place = tuple[float, Context, Law]
+_Place = tuple[float, Context, Distribution]
 
 
 def _heap_trees(
@@ -220,7 +220,7 @@ class Batch:
 
 
 def batch_of(model: TinyModel, trees: Sequence[DrawnTree], dtype: torch.dtype = torch.float64) -> Batch:
-    """Return the forest of the trees and the target's law after each node."""
+    """Return the forest of the trees and the target's distribution after each node."""
     contexts = [context for drawn in trees for context in drawn.contexts]
     rows = itertools.count()
     probs_rows = tuple(tuple(row if drawn else None for drawn, row in zip(tree.tree.draws, rows)) for tree in trees)
@@ -229,10 +229,10 @@ def batch_of(model: TinyModel, trees: Sequence[DrawnTree], dtype: torch.dtype = 
     return Batch(tuple(trees), Forest(tuple(drawn.tree for drawn in trees), draft_probs, probs_rows), target_probs)
 
 
-def emitted_probs(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tensor) -> Law:
-    """Return the law of the text: path and extra token, completed by the target to one token more than the deepest tree.
+def emitted_probs(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tensor) -> Distribution:
+    """Return the distribution of sequences: path and extra token, completed by the target to one token beyond the deepest tree.
 
-    `stop_N`: probability that a tree's path ends at each packed node; `extra_NV`: law of the extra token there.
+    `stop_N`: probability that a tree's path ends at each packed node; `extra_NV`: distribution of the extra token there.
     """
     length = 1 + max(max(drawn.tree.depths) for drawn in batch.trees)
     weight: dict[Context, float] = {}
@@ -244,22 +244,22 @@ def emitted_probs(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tens
     return sum((share * completed(model, text, length) for text, share in weight.items()), start=np.zeros(1))
 
 
-def completed(model: TinyModel, prefix: Context, length: int) -> Law:
-    """Return the target's law of texts of `length` tokens that begin with `prefix`, flattened."""
+def completed(model: TinyModel, prefix: Context, length: int) -> Distribution:
+    """Return the target's distribution of sequences of `length` tokens that begin with `prefix`, flattened."""
     probs = np.zeros((model.vocab_size,) * length)
     probs[prefix] = _continuations(model, prefix, length)
     return probs.reshape(-1)
 
 
-def _continuations(model: TinyModel, prefix: Context, length: int) -> Law:
+def _continuations(model: TinyModel, prefix: Context, length: int) -> Distribution:
     if len(prefix) == length:
         return np.ones(())
     distribution = model.target(prefix)
     return np.stack([distribution[y] * _continuations(model, (*prefix, y), length) for y in range(model.vocab_size)])
 
 
-def loss(model: TinyModel, distribution: Law) -> float:
-    """Return the largest error of a law of texts against the target's; 0 for a lossless rule."""
+def loss(model: TinyModel, distribution: Distribution) -> float:
+    """Return the largest error of a distribution of sequences against the target's. It is 0 for a lossless rule."""
     length = round(np.log(distribution.size) / np.log(model.vocab_size))
     return float(np.abs(distribution - completed(model, (), length)).max())
 

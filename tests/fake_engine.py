@@ -1,6 +1,6 @@
-"""An EngineService without a model: it says what a script tells it to, as many tokens at a time as it is told.
+"""An EngineService without a model: it returns the tokens of a script, a given number at a time.
 
-Knows the engine's door and records. Deterministic; everything happens on the event loop.
+It implements the engine's interface and records. It is deterministic, and everything runs on the event loop.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ Script = Callable[[Request], Sequence[int]]
 
 
 def says(token_ids: Sequence[int]) -> Script:
-    """Return a script that says the same ids to everybody."""
+    """Return a script that gives the same ids for all requests."""
     return lambda _: token_ids
 
 
 def counting(request: Request) -> list[int]:
-    """Say ids that depend on the prompt and the seed, so that answers can be told apart."""
+    """Return ids that depend on the prompt and the seed, so that completions differ."""
     start = sum(request.prompt_ids) + (request.sampling.seed or 0) % 1009
     return [5 + (start + 7 * i) % 200 for i in range(request.sampling.max_tokens)]
 
@@ -156,8 +156,8 @@ class FakeEngine:
         if (num_top := request.sampling.num_prompt_logprobs) is not None:
             scores = tuple(_logprobs(token_id, num_top) for token_id in request.prompt_ids[1:])
             half = len(scores) // 2  # as of a prompt that is fed in two chunks
-            told = TokenEvent(request.request_id, prompt_logprobs=scores[:half])
-            events = [told, replace(events[0], prompt_logprobs=scores[half:]), *events[1:]]
+            first_half = TokenEvent(request.request_id, prompt_logprobs=scores[:half])
+            events = [first_half, replace(events[0], prompt_logprobs=scores[half:]), *events[1:]]
         return [*events[:-1], replace(events[-1], finish=finish, stop_token_id=stop_id)]
 
     def _cut(self, request: Request) -> tuple[list[int], FinishReason, int | None]:
@@ -169,7 +169,7 @@ class FakeEngine:
         return ids, FinishReason.LENGTH, None
 
     def _step(self, event: TokenEvent) -> None:
-        """Tell the listeners of one step that did nothing but this event."""
+        """Report to the listeners a step with this event only."""
         self.num_steps += 1
         stats = StepStats(
             step=self.num_steps,

@@ -35,7 +35,7 @@ MUTANTS = tuple(Mutant(**fields) for fields in yaml.safe_load(Path(__file__).wit
 
 
 def mutated(text: str, mutant: Mutant) -> str:
-    """Return the text with the mutant's change; raise ValueError unless what it replaces occurs once."""
+    """Return the text with the mutant's change. Raise ValueError unless the replaced text occurs once."""
     if text.count(mutant.find) != 1 or mutant.find == mutant.replace:
         raise ValueError(f"{mutant.file} has {mutant.find!r} {text.count(mutant.find)} times, not once")
     return text.replace(mutant.find, mutant.replace)

@@ -35,7 +35,7 @@ def any_expansions(max_nodes: int = 8, max_branches: int = 3, max_depth: int = 4
 
 
 def growth_costs() -> st.SearchStrategy[GrowthCosts]:
-    """None, and any that leave some of a tree out, or all but its first level; a node's may bend with the tree's size."""
+    """None, and any that omit part of a tree, or all but its first level. A node's cost may depend on the tree's size."""
     nodes = st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda costs: tuple(sorted(costs)))
     return st.just(FREE_GROWTH) | st.builds(GrowthCosts, st.floats(0.0, 1.0), st.floats(0.0, 2.0), nodes)
 

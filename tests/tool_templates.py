@@ -64,8 +64,8 @@ def rendered_calls(markup: str, calls: Sequence[tuple[str, Any]]) -> str:
     """Return an assistant's calls, given by name and arguments, as the template writes them."""
     shape = _SHAPES[markup]
     functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    told = [{"id": f"call{at:05}", "type": "function", "function": function} for at, function in enumerate(functions)]
-    (message,) = shape.shaped([{"role": "assistant", "content": "", "tool_calls": told}])
+    entries = [{"id": f"call{at:05}", "type": "function", "function": function} for at, function in enumerate(functions)]
+    (message,) = shape.shaped([{"role": "assistant", "content": "", "tool_calls": entries}])
     text: str = byte_level().apply_chat_template([message], chat_template=template(markup), tokenize=False)
     return text.removeprefix("<|start|>assistant\n").removesuffix("<|end|>\n")
 

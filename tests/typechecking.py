@@ -1,4 +1,4 @@
-"""The run-time checker of annotated shapes: beartype, asked by jaxtyping's import hook about every function of the engine.
+"""The run-time checker of annotated shapes: jaxtyping's import hook has beartype check every function of the engine.
 
 jaxtyping's own wrapper binds the arguments of each call and has them checked twice, which took two thirds of the tests' time.
 Here they are checked once, and only a signature that names shapes gets the memory in which axes are compared.
@@ -15,7 +15,7 @@ from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeDecorHintPep3119Exception
 
 F = TypeVar("F", bound=Callable[..., object])
-_CHECK = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float, as for mypy
+_CHECK = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is accepted as a float, as by mypy
 _scope = jaxtyping.jaxtyped
 
 
@@ -28,7 +28,7 @@ def install_shape_checks(modules: Sequence[str]) -> None:
 def checked(function: F) -> F:
     """Return the function with its annotations checked at each call, axes of one name being of one length.
 
-    A Protocol in a signature cannot be asked about at run time; such seams hold no tensors and are left to mypy. So are functions
+    A Protocol in a signature cannot be checked at run time; such seams hold no tensors and are left to mypy. So are functions
     inside functions that name no shapes: their checks would be compiled anew by every call of the outer one.
     """
     names_shapes = any(map(_is_shaped, inspect.get_annotations(function).values()))

@@ -21,7 +21,7 @@ _START_LIMIT_S = 600.0
 
 @dataclass(frozen=True)
 class RunningServer:
-    """Where it listens and its process."""
+    """The address and the process of a server."""
 
     url: str
     port: int
@@ -42,7 +42,7 @@ class RunningServer:
 def running_server(
     log: Path, *flags: str, key: str | None = None, program: Path = PROGRAM, environment: Mapping[str, str] | None = None
 ) -> Iterator[RunningServer]:
-    """Start `latebranch serve` with flags, wait until it is ready, stop it with SIGTERM; it is asked with `key`."""
+    """Start `latebranch serve` with flags, wait until it is ready, and stop it with SIGTERM. Requests carry `key`."""
     port = free_port()
     command = [str(program), "serve", "--port", str(port), "--num-threads", "1", *flags]
     with log.open("w") as out:

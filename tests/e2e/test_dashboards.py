@@ -1,4 +1,4 @@
-"""Every query of the dashboard, the alerts and the documents is asked of a Prometheus that scrapes a server at work."""
+"""Prometheus scrapes a working server and answers each query of the dashboard, the alerts and the documents."""
 
 import contextlib
 import math
@@ -62,10 +62,13 @@ def prometheus(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) 
 
 @contextlib.contextmanager
 def _traffic(server: RunningServer) -> Iterator[None]:
-    """Ask for short answers until the end, sampled and greedy by turns; so dear a drafter pays only if asked for."""
+    """Send short requests until the end, alternately greedy and sampled.
+
+    This drafter costs more than it gains, so the policy uses it only for requests that name a tree.
+    """
     is_over = threading.Event()
 
-    def ask() -> None:
+    def send_requests() -> None:
         number = 0
         while not is_over.wait(0.2):
             number += 1
@@ -73,7 +76,7 @@ def _traffic(server: RunningServer) -> Iterator[None]:
             body |= {"speculative": {"trunk": 1, "branches": 2, "depth": 1}} if number % 3 else {}
             httpx.post(server.url + "/v1/completions", json=body, timeout=60).raise_for_status()
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=send_requests)
     thread.start()
     try:
         yield
@@ -82,14 +85,14 @@ def _traffic(server: RunningServer) -> Iterator[None]:
         thread.join()
 
 
-def _ask(prometheus: str, path: str, **parameters: str) -> Any:
+def _query(prometheus: str, path: str, **parameters: str) -> Any:
     answer = httpx.get(f"{prometheus}/api/v1/{path}", params=parameters, timeout=30).json()
     assert answer["status"] == "success", answer
     return answer["data"]
 
 
 def _values(prometheus: str, query: str) -> list[float]:
-    return [float(sample["value"][1]) for sample in _ask(prometheus, "query", query=query)["result"]]
+    return [float(sample["value"][1]) for sample in _query(prometheus, "query", query=query)["result"]]
 
 
 def _until_scraped(prometheus: str, log: Path) -> None:
@@ -107,15 +110,15 @@ def _until_scraped(prometheus: str, log: Path) -> None:
 def test_every_query_returns_numbers(prometheus: str):
     queries = [*panel_queries(), *(("docs/metrics.md", query) for query in documented_queries())]
     for where, query in queries:
-        asked = query.replace("$model_name", "tiny").replace("$__rate_interval", _WINDOW)
-        assert any(map(math.isfinite, _values(prometheus, asked))), f"{where}: {asked}"
+        filled = query.replace("$model_name", "tiny").replace("$__rate_interval", _WINDOW)
+        assert any(map(math.isfinite, _values(prometheus, filled))), f"{where}: {filled}"
 
 
-def test_alerts_look_at_series_that_are_there_and_none_is_raised(prometheus: str):
+def test_alerts_use_existing_series_and_stay_silent(prometheus: str):
     for rule in alerts():
         series = METRIC.findall(rule["expr"]) or ["up"]
         assert all(_values(prometheus, metric) for metric in series if "fallback" not in metric), rule["alert"]
-    loaded = [rule for group in _ask(prometheus, "rules")["groups"] for rule in group["rules"]]
+    loaded = [rule for group in _query(prometheus, "rules")["groups"] for rule in group["rules"]]
     assert {rule["name"] for rule in loaded} == {rule["alert"] for rule in alerts()}
     assert all(rule["health"] == "ok" for rule in loaded), [rule["lastError"] for rule in loaded if "lastError" in rule]
-    assert not [alert for alert in _ask(prometheus, "alerts")["alerts"] if alert["state"] == "firing"]
+    assert not [alert for alert in _query(prometheus, "alerts")["alerts"] if alert["state"] == "firing"]

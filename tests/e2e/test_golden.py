@@ -37,7 +37,7 @@ SLOTS = SchedulerConfig(num_slots=4096, max_model_len=1024, max_step_tokens=48)
 
 @dataclass(frozen=True)
 class Golden:
-    """A preset's drafters and what `generate` says to the prompts."""
+    """A preset's drafters and the output of `generate` for the prompts."""
 
     model: CausalModel
     target: Target
@@ -108,7 +108,7 @@ def _run(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...]]:
     return texts
 
 
-def test_alone_with_every_expansion(golden: Golden) -> None:
+def test_single_request_with_any_expansion(golden: Golden) -> None:
     for drafter in golden.drafters:
         for index, expansion in enumerate(EXPANSIONS):
             which = index % len(golden.prompts)
@@ -139,8 +139,8 @@ def _mixed_batch(golden: Golden, shift: int) -> tuple[list[Request], dict[str, t
     return requests, expected
 
 
-def test_a_seed_gives_one_text_plain_and_speculative(golden: Golden) -> None:
-    """Plain decoding alone; the expansions in one batch, whose passes are dear."""
+def test_seeded_completion_is_equal_with_speculation(golden: Golden) -> None:
+    """Plain decoding runs alone. The expansions run in one batch, because their passes are slow."""
     sampling = SamplingParams(temperature=0.8, seed=11, max_tokens=16)
     ways = {str(expansion): Speculation(expansion=expansion) for expansion in EXPANSIONS[:4]}
     for drafter in golden.drafters:
@@ -151,7 +151,7 @@ def test_a_seed_gives_one_text_plain_and_speculative(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("golden", ["smollm2-135m"], indirect=True)
-def test_the_comparison_sees_an_extra_token_taken_from_the_root(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_detects_extra_token_from_root(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: whatever path is accepted, the extra token is the root's arg max."""
 
     def from_the_root(trees, choices):

@@ -1,4 +1,4 @@
-"""A step that hangs, as those see it who speak HTTP: the probes tell of it, the worker is replaced, and the stream goes on."""
+"""A hung step over HTTP: the probes report it, the worker is replaced, and the stream continues."""
 
 import json
 import os
@@ -19,14 +19,14 @@ from tests.stress.growth import worker_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 _NUM_TOKENS = 400
-# The loop of any process that is begun with this stands still, in whatever it is doing, when it is told to; its threads go on.
-_HANGS_WHEN_TOLD = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))\n"
+# SIGUSR1 blocks the main thread of each process that starts with this. Its other threads continue.
+_HANGS_ON_SIGUSR1 = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))\n"
 _PATIENCE_S = 600.0
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    (tmp_path / "sitecustomize.py").write_text(_HANGS_WHEN_TOLD)
+    (tmp_path / "sitecustomize.py").write_text(_HANGS_ON_SIGUSR1)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     model = str(served_folder(tmp_path / "model"))
     flags = ("--model", model, "--model-name", "tiny", "--drafter", "ngram", "--policy", "fixed", "--max-model-len", "512")
@@ -35,7 +35,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningS
 
 
 def _awaited(server: RunningServer, status: int, least_restarts: int) -> dict[str, Any]:
-    """Return what /health says once it says it with a status, after so many restarts; /live says 200 all the while."""
+    """Return the body of /health once it has this status after so many restarts. /live returns 200 throughout."""
     end_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < end_s:
         health, live = server.get("/health"), server.get("/live")
@@ -44,10 +44,10 @@ def _awaited(server: RunningServer, status: int, least_restarts: int) -> dict[st
         if health.status_code == status and report["restarts"] >= least_restarts:
             return report
         time.sleep(0.05)
-    raise AssertionError(f"/health never said {status}")
+    raise AssertionError(f"/health never returned {status}")
 
 
-def _told(server: RunningServer, body: dict[str, Any], on_text: Callable[[], None] = lambda: None) -> str:
+def _streamed(server: RunningServer, body: dict[str, Any], on_text: Callable[[], None] = lambda: None) -> str:
     """Return the text of a stream; `on_text` is called with each piece of it."""
     texts: list[str] = []
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=_PATIENCE_S) as answer:
@@ -60,9 +60,9 @@ def _told(server: RunningServer, body: dict[str, Any], on_text: Callable[[], Non
     return "".join(texts)
 
 
-def test_a_hung_step_is_seen_and_recovered_from(server: RunningServer) -> None:
+def test_hung_step_is_detected_and_recovered(server: RunningServer) -> None:
     body = {"model": "tiny", "prompt": "hello world", "max_tokens": _NUM_TOKENS, "ignore_eos": True, "seed": 5, "stream": True}
-    undisturbed = _told(server, body)
+    undisturbed = _streamed(server, body)
     first_worker, has_begun = worker_of(server), list[int]()
 
     def hang() -> None:
@@ -71,7 +71,7 @@ def test_a_hung_step_is_seen_and_recovered_from(server: RunningServer) -> None:
             os.kill(first_worker, signal.SIGUSR1)
 
     with ThreadPoolExecutor(1) as pool:
-        disturbed = pool.submit(_told, server, body, hang)
+        disturbed = pool.submit(_streamed, server, body, hang)
         silent = _awaited(server, 503, 0)
         assert (silent["status"], silent["state"], silent["restarts"]) == ("silent", "ready", 0)
         assert "the engine has sent no heartbeat for" in silent["reason"]

@@ -1,4 +1,4 @@
-"""The curl and Python examples of README and quick start run as they stand, against a server on another port."""
+"""The curl and Python examples of README and quick start run unchanged, except for the server's port."""
 
 import re
 import subprocess

@@ -68,14 +68,14 @@ def _engine(drafter: str) -> Engine:
 
 @pytest.fixture(scope="module")
 def plain(cases: list[Case]) -> Texts:
-    """What plain decoding says, by an engine without a drafter."""
+    """Return the tokens of plain decoding, from an engine without a drafter."""
     requests = [case.request(str(number), Speculation(is_enabled=False)) for number, case in enumerate(cases)]
     return _run(_engine("none"), requests).texts
 
 
 @dataclass(frozen=True)
 class Run:
-    """What requests got, and how much of it had been drafted."""
+    """The completions of requests, and how much of each had been drafted."""
 
     texts: Texts
     num_accepted: int
@@ -119,7 +119,7 @@ def _reference() -> PreTrainedModel:
 
 @torch.inference_mode()
 def _gap(case: Case, expected: tuple[int, ...], found: tuple[int, ...]) -> str:
-    """Say where the texts part and by how much plain decoding preferred its token: a gap near 1e-6 is a tie."""
+    """Report where the sequences differ and the score gap there. A gap near 1e-6 is a tie."""
     at = next((i for i, (one, other) in enumerate(zip(expected, found)) if one != other), min(len(expected), len(found)))
     text = [*case.prompt, *expected[:at]]
     probs_V = probs_of(_reference()(torch.tensor([text])).logits[:, -1].float(), [case.sampling])[0].double()
@@ -129,7 +129,7 @@ def _gap(case: Case, expected: tuple[int, ...], found: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("drafter", ["early-exit", "ngram"])
-def test_a_seed_gives_one_text_with_speculation_on_or_off(drafter: str, cases: list[Case], plain: Texts) -> None:
+def test_seeded_completion_is_equal_without_speculation(drafter: str, cases: list[Case], plain: Texts) -> None:
     run = _speculative(cases, drafter)
     num_tokens = sum(map(len, run.texts.values()))
     _logger.info("%s: %d texts, %d tokens, %d of them drafted", drafter, len(run.texts), num_tokens, run.num_accepted)
@@ -138,12 +138,12 @@ def test_a_seed_gives_one_text_with_speculation_on_or_off(drafter: str, cases: l
     assert list(_differences(cases, plain, run.texts)) == []
 
 
-def test_the_texts_are_unlike(cases: list[Case], plain: Texts) -> None:
+def test_prompts_give_different_completions(cases: list[Case], plain: Texts) -> None:
     """Equal texts would prove little; a handful may coincide."""
     assert len(set(plain.values())) > 0.95 * len(cases)
 
 
-def test_the_comparison_sees_noise_keyed_by_the_step(cases: list[Case], plain: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_detects_noise_keyed_by_step(cases: list[Case], plain: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: every token of a step is chosen with the noise of the step's first."""
     monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: stream_key(key.seed, key.root_position + 1, Stream.TOKEN))
     some = cases[:4]

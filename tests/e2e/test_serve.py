@@ -45,7 +45,7 @@ def test_the_openai_client_streams_with_speculation_on(server: RunningServer, cl
     assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
 
 
-def test_streamed_plain_and_speculative_texts_are_one(client: openai.OpenAI) -> None:
+def test_streamed_plain_and_speculative_texts_are_equal(client: openai.OpenAI) -> None:
     def text(speculative: dict[str, Any], **sampling: Any) -> str:
         body = {"model": MODEL, "prompt": PROMPTS[1], "max_tokens": 24, "extra_body": {"speculative": speculative}, **sampling}
         return str(client.completions.create(**body).choices[0].text)

@@ -1,4 +1,4 @@
-"""Real weights held to a schema: the JSON is whole and the schema's, drafts are accepted, and it is plain decoding's text."""
+"""Real weights constrained by a schema: the JSON is complete and valid, drafts are accepted, and it equals plain decoding."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def check_schema(text: str) -> None:
     assert 1000 <= value["population"] <= 99_999_999
 
 
-def test_texts_match_and_are_plain_decodings():
+def test_completions_match_and_equal_plain_decoding():
     tokenizer = AutoTokenizer.from_pretrained(resolve(PRESET).folder)
     question = [{"role": "user", "content": "Tell me about the capital of France, its country and population, as JSON."}]
     prompt = tuple(tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"])

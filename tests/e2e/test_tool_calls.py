@@ -58,25 +58,25 @@ def calls(client: openai.OpenAI, **fields: Any) -> list[tuple[str, str]]:
     [("required", {"temperature": 0}), (NAMED, {"temperature": 0.7, "seed": 3})],
     ids=["greedy", "seeded"],
 )
-def test_forced_calls_keep_their_schema_with_drafts_and_without(client: openai.OpenAI, choice: Any, distribution: dict[str, Any]):
+def test_forced_calls_match_schema_at_any_drafting(client: openai.OpenAI, choice: Any, distribution: dict[str, Any]):
     drafted = calls(client, tool_choice=choice, **distribution)
     assert drafted
     assert drafted == calls(client, tool_choice=choice, extra_body={"speculative": {"enabled": False}}, **distribution)
 
 
-def test_a_call_is_streamed_and_its_result_read(client: openai.OpenAI):
+def test_call_is_streamed_and_result_read(client: openai.OpenAI):
     (whole,) = calls(client, tool_choice=NAMED, temperature=0)
     with client.chat.completions.stream(
         model=PRESET, messages=QUESTION, tools=TOOLS, tool_choice=NAMED, temperature=0, max_tokens=120, parallel_tool_calls=False
     ) as stream:
         (call,) = list(stream.get_final_completion().choices[0].message.tool_calls or [])
     assert (call.function.name, call.function.arguments) == whole
-    told = [
+    conversation = [
         *QUESTION,
         {"role": "assistant", "content": None, "tool_calls": [call.model_dump(include={"id", "type", "function"})]},
         {"role": "tool", "tool_call_id": call.id, "content": "It is 4 degrees and it rains."},
     ]
-    answer = client.chat.completions.create(model=PRESET, messages=told, tools=TOOLS, temperature=0, max_tokens=40)
+    answer = client.chat.completions.create(model=PRESET, messages=conversation, tools=TOOLS, temperature=0, max_tokens=40)
     assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
 
 

@@ -67,7 +67,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(sdist, wheel, folder)
 
 
-def test_wheel_has_what_serves_and_no_more(installed: Installed) -> None:
+def test_wheel_has_serving_files_only(installed: Installed) -> None:
     """The bug: `configs/` was missing, and the first command failed."""
     with zipfile.ZipFile(installed.wheel) as archive:
         names = set(archive.namelist())
@@ -79,7 +79,7 @@ def test_wheel_has_what_serves_and_no_more(installed: Installed) -> None:
     assert {path.name for path in (ROOT / "server" / "playground").iterdir()} <= {Path(name).name for name in names}
 
 
-def test_source_distribution_has_what_the_wheel_needs(installed: Installed) -> None:
+def test_source_distribution_has_the_wheel_inputs(installed: Installed) -> None:
     with tarfile.open(installed.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names >= SHIPPED | {

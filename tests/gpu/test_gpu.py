@@ -1,4 +1,4 @@
-"""The same step on a CUDA device: noise bit for bit, greedy and seeded text, laws on the device."""
+"""One step on a CUDA device: noise bit for bit, greedy and seeded sequences, and distributions on the device."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def engine_on(device: torch.device, family: str, drafter: str):
 
 @pytest.mark.parametrize("max_tokens", [1, 12])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_written_by_graphs_are_the_cpus(family, max_tokens):
+def test_graph_generated_sequences_equal_the_cpus(family, max_tokens):
     """In batches of which the last is not full, greedy and drawn."""
     orders = {name: GenerationJob(LONG[: 3 + 2 * name], float(name % 2), 100 + name, max_tokens) for name in range(5)}
     on_gpu, on_cpu = (
@@ -66,7 +66,7 @@ def test_texts_written_by_graphs_are_the_cpus(family, max_tokens):
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_are_the_cpus(family, drafter):
+def test_sequences_equal_the_cpus(family, drafter):
     requests = [
         greedy("greedy", LONG),
         sampled("seeded", LONG[:7], seed=3, top_p=0.9),

@@ -77,7 +77,7 @@ def replayed(engine: Engine, cuda_graphs: str) -> Engine:
 
 @pytest.mark.parametrize("drafter", ["model", "head"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_are_the_same_with_graphs_and_without(family, drafter):
+def test_completions_are_equal_with_cuda_graphs(family, drafter):
     make: dict[str, Callable[[], Engine]] = {
         "as they come": lambda: engine_of(family, drafter),
         "padded": lambda: replayed(engine_of(family, drafter), "off"),
@@ -87,14 +87,14 @@ def test_texts_are_the_same_with_graphs_and_without(family, drafter):
     assert texts["graphs"] == texts["padded"] == texts["as they come"]
 
 
-def test_a_replay_runs_the_function_over_what_its_buffers_hold_then():
+def test_replay_reads_current_buffer_contents():
     given, found = torch.zeros(4, device=CUDA), torch.zeros(4, device=CUDA)
     replay = CudaGraphs(is_required=True).record(lambda: found.copy_(given * 2))
     given.copy_(torch.arange(4))
     assert replay().tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_what_looks_at_the_device_is_not_captured():
+def test_function_that_synchronizes_is_not_captured():
     """And the next function runs itself."""
     numbers, graphs, stream = torch.ones(4, device=CUDA), CudaGraphs(), torch.cuda.current_stream()
     assert graphs.record(lambda: float(numbers.sum()))() == 4.0

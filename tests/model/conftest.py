@@ -1,4 +1,4 @@
-"""What tests of models share: temporary folders that lie apart, so that what is left behind can be seen; pools of NaN."""
+"""Shared fixtures of model tests: separate temporary folders, which show leftover files, and pools of NaN."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Laws of sampling parameters that look at no text."""
+"""Distributions of sampling parameters that do not depend on the sequence."""
 
 from collections.abc import Sequence
 
@@ -10,5 +10,5 @@ from engine.sampling.distributions import processed_probs
 
 
 def probs_of(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return what `processed_laws` makes of each row."""
+    """Return the distribution of each row after its sampling parameters."""
     return processed_probs(logits_NV, [SamplingContext(one) for one in params])

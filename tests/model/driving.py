@@ -13,7 +13,7 @@ MAX_STEPS = 2000
 
 @dataclass
 class Outcome:
-    """Everything one request was told."""
+    """All events of one request."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Outcome:
 
 @dataclass
 class Session:
-    """What a run brought: outcomes by request, the numbers of each step."""
+    """The results of a run: outcomes by request, and the numbers of each step."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     stats: list[StepStats] = field(default_factory=list)

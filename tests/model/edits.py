@@ -1,4 +1,4 @@
-"""What transformers makes of a request's edits: its own logits processors, and OpenAI's formula as one more."""
+"""A request's edits by transformers: its own logits processors, and OpenAI's formula as one more."""
 
 from collections import Counter
 from collections.abc import Sequence

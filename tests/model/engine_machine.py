@@ -1,6 +1,6 @@
 """Random lives of an engine over tiny real models: requests come and are cancelled, slots run out, engines die and are followed.
 
-The canary watches every slot that is read. What is told is kept as a front end keeps it; the next engine goes on from there.
+The canary watches every slot that is read. The reported tokens are kept as a front end keeps them, for the next engine.
 """
 
 from dataclasses import dataclass, field, replace
@@ -40,7 +40,7 @@ _DRAFTS = st.builds(
 
 
 class Wishes:
-    """A policy that takes its trees from whoever turns the engine."""
+    """A policy that takes its trees from the caller of the engine."""
 
     name = "wishes"
 
@@ -59,7 +59,7 @@ class Wishes:
 
 @dataclass
 class Life:
-    """A request and what has been told of it, by however many engines."""
+    """A request and its tokens so far, from any number of engines."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Life:
 
 
 def plain_text(request: Request) -> list[int]:
-    """Return what plain decoding says."""
+    """Return the tokens of plain decoding."""
     engine = tiny_engine(model("llama"))
     engine.add(replace(request, speculation=Speculation(is_enabled=False)))
     token_ids: list[int] = []
@@ -88,7 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.lives: dict[str, Life] = {}
-        self.num_told = self.num_counted = self.num_used_slots = 0
+        self.num_reported = self.num_counted = self.num_used_slots = 0
         self.is_mid_step = False
 
     @initialize(
@@ -149,7 +149,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_used_slots = output.stats.num_used_slots
         self.num_counted += output.stats.num_generated_tokens
         for event in output.events:
-            self.num_told += len(event.token_ids)
+            self.num_reported += len(event.token_ids)
             self.lives[event.request_id].take(event)
         self.engine.check_integrity()
         self.is_mid_step = False
@@ -157,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule()
     def die(self):
-        """The engine is gone; another goes on from what was told."""
+        """The engine is gone, and another continues from the reported tokens."""
         self.engine = self.new_engine()
         for request_id in self.alive:
             life = self.lives[request_id]
@@ -168,13 +168,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def accounts_agree(self):
-        told = sum(len(life.token_ids) for life in self.lives.values())
-        assert told == self.num_told == self.num_counted
+        num_tokens = sum(len(life.token_ids) for life in self.lives.values())
+        assert num_tokens == self.num_reported == self.num_counted
         assert not self.lives or self.engine.has_work == bool(self.alive)
 
     def teardown(self):
         """Every request ends, at no less than a token of the oldest a step; a text that is a function of its request is right."""
-        if not self.lives or self.is_mid_step:  # nothing began, or a step failed and says so itself
+        if not self.lives or self.is_mid_step:  # nothing began, or a step failed and reports it itself
             return
         for _ in range(_LONGEST * len(self.alive)):
             if self.alive:

@@ -1,4 +1,4 @@
-"""A tokenizer as small as the tiny models' vocabulary, and what llguidance alone says of a text: a new matcher each time."""
+"""A tokenizer as small as the tiny models' vocabulary, and the verdict of a fresh llguidance matcher on a text."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -88,7 +88,7 @@ def allowed_after(grammar: Grammar, token_ids: tuple[int, ...]) -> frozenset[int
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Transformers' way to hold a text to a grammar."""
+    """Transformers' way to constrain a sequence by a grammar."""
 
     def __init__(self, grammar: Grammar, num_prompt_tokens: int) -> None:
         self._grammar = grammar

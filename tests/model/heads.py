@@ -1,4 +1,4 @@
-"""Tiny draft heads, served and by the book: what the net says of a text, computed densely with the semantics of its training.
+"""Tiny draft heads, served and by reference: the net's output over a sequence, computed densely as in training.
 
 Shape key: B texts, T positions, F feature layers, D target width, W inner width, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Random batches as tables, with pools of keys and values: what attention over tables is asked, on whatever device there is."""
+"""Random batches as tables, with pools of keys and values: the inputs of attention over tables, on any device."""
 
 import random
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class Growing:
 
 
 def level() -> Segment:
-    """Return a level of a growing tree, whose tail is longer than what is fed and has gaps."""
+    """Return a level of a growing tree. Its tail is longer than the fed part and has gaps."""
     tree = TokenTree((-1, 0, 0, 1, 2, 2, 4), (*range(7),), ((1, 2), (3,), (4, 5), (), (6,), (), ()))
     return level_segment([3, 6], Growing(tree, {0, 1, 2, 4}), 37, [*range(60, 200)][::-1])
 

@@ -1,4 +1,4 @@
-"""Rows and drafters made by hand, for tests of what lies between a plan and a verdict."""
+"""Handmade rows and drafters, for tests of the code between a plan and a verdict."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def decoding_row(
 
 
 class TableDrafter:
-    """A law for every last token: logits [V, V], by token. It is fed nothing."""
+    """A distribution for each last token: logits [V, V], by token. It needs no feeding."""
 
     name = "table"
     feeding = Feeding.TARGET_CACHE
@@ -42,5 +42,5 @@ class TableDrafter:
         return self.extend(roots)
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
-        last = torch.tensor([asked.tree.token_ids[asked.node] for asked in frontier], dtype=torch.int64)
+        last = torch.tensor([node.tree.token_ids[node.node] for node in frontier], dtype=torch.int64)
         return Proposal(tuple(range(len(frontier))), self._logits_VV[last])

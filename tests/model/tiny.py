@@ -1,4 +1,4 @@
-"""The tiny models of engine.testing, made once a run, and what transformers itself says of them."""
+"""The tiny models of engine.testing, made once a run, and transformers' own results for them."""
 
 from collections.abc import Sequence
 from functools import cache

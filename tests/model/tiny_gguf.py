@@ -47,7 +47,7 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.Q8_0,
     extra: Callable[[gguf.GGUFWriter], None] = lambda _: None,
 ) -> dict[str, np.ndarray]:
-    """Write the model with its matrices in a type; return what the file's tensors are worth, by transformers' names.
+    """Write the model with its matrices in a type; return the tensors' dequantized values, by transformers' names.
 
     Matrices of a type that gguf cannot make are of random bytes. `extra` may add fields and tensors.
     """
@@ -55,12 +55,14 @@ def write_gguf(
     _write_shape(writer, model.config)
     _write_tokenizer(writer, splitter)
     extra(writer)
-    worth = {name: _write_tensor(writer, model.config, architecture, name, one, kind) for name, one in _stored(model).items()}
+    dequantized = {
+        name: _write_tensor(writer, model.config, architecture, name, one, kind) for name, one in _stored(model).items()
+    }
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return worth
+    return dequantized
 
 
 def _stored(model: Any) -> dict[str, torch.Tensor]:
@@ -100,10 +102,10 @@ def _write_tensor(
     values = tensor.detach().numpy()
     kind = of_matrices if values.ndim == 2 else GGMLQuantizationType.F32
     blocks = _blocks(values, kind)
-    worth = gguf.quants.dequantize(blocks, kind)
+    dequantized = gguf.quants.dequantize(blocks, kind)
     laid_out = _interleave(blocks, _num_heads(config, name)) if architecture == "llama" else blocks
     writer.add_tensor(_gguf_name(architecture, config, name), laid_out, raw_dtype=kind)
-    return np.asarray(worth)
+    return np.asarray(dequantized)
 
 
 def _blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Streams whose worker is killed again and again: `python -m tests.stress.chaos --streams 200 --kills 20`.
 
 A model in a real worker process with the canary among its slots, and `kill -9` at moments spread over all the tokens that there
-are to tell. Some streams are left early, some are read slowly, and requests that cannot run come in between. Each stream must
-bring the very tokens of an undisturbed engine, tokens told must be tokens counted, and the last worker must fall idle with every
+are to report. Some streams are left early, some are read slowly, and requests that cannot run come in between. Each stream must
+bring the very tokens of an undisturbed engine, each token must count once, and the last worker must fall idle with every
 slot free and sound books. A tiny random model, or with --model one that the server would serve, drafter and all; its texts are
 only then the same for certain if its rows are, in any batch (docs/precision.md).
 """
@@ -25,25 +25,25 @@ from engine.worker.restart_limits import Supervision
 from tests.clients import submitted
 from tests.stress.chaos_cast import Cast, Outcome, leaves_after, outcome_of, reads_slowly, undisturbed
 
-# Nobody is blamed for a busy machine, nor a request for kills that are ours.
+# A busy machine is no fault, and a request is not the cause of our kills.
 _SUPERVISION = Supervision(600.0, 600.0, min_backoff_s=0.01, max_backoff_s=0.05, max_deaths=100)
 _LAST_KILL = 0.95  # of the tokens: what is killed has work left
 _SLOW_READ_S = 0.01
 
 
 class CountingClient(WorkerClient):
-    """Counts what its workers tell, and notes when one has fallen idle, before which it checks its books."""
+    """Counts the tokens of its workers, and notes when one has become idle, before which it checks its books."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.num_told = self.num_counted = self.num_used_slots = 0
+        self.num_reported = self.num_counted = self.num_used_slots = 0
         self.is_idle = asyncio.Event()
 
     def _handle_event(self, event: WorkerEvent) -> None:
         super()._handle_event(event)
         match event:
             case StepResult(events, stats):
-                self.num_told += sum(len(event.token_ids) for event in events)
+                self.num_reported += sum(len(event.token_ids) for event in events)
                 if stats is not None:
                     self.num_counted += stats.num_generated_tokens
                     self.num_used_slots = stats.num_used_slots
@@ -53,25 +53,25 @@ class CountingClient(WorkerClient):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How it went. `kills`: how much had been told at each, as a share of what those have to tell whose readers stay."""
+    """The result. `kills`: the share of all tokens of remaining streams that was reported at each kill."""
 
     outcomes: tuple[Outcome, ...]
     refusals: tuple[ErrorCode | None, ...]
     kills: tuple[float, ...]
     num_restarts: int
     num_resumed: int
-    num_told: int
+    num_reported: int
     num_counted: int
     num_used_slots: int
 
     def faults(self, cast: Cast, expected: Sequence[Outcome]) -> list[str]:
-        """Return what is wrong with it, a line each."""
+        """Return the faults, a line each."""
         faults = [f"stream {n} differs" for n, one in enumerate(self.outcomes) if not _is_right(n, one, expected[n])]
         faults += [f"a request that cannot run ended with {code}" for code in self.refusals if code != "request_refused"]
         if (len(self.kills), self.num_restarts) != (cast.num_kills, cast.num_kills):
             faults.append(f"{len(self.kills)} kills, {self.num_restarts} restarts, {cast.num_kills} wanted")
-        if self.num_told != self.num_counted:
-            faults.append(f"{self.num_told} tokens told, {self.num_counted} counted")
+        if self.num_reported != self.num_counted:
+            faults.append(f"{self.num_reported} tokens reported, {self.num_counted} counted")
         if self.num_used_slots:
             faults.append(f"{self.num_used_slots} slots are in use at the end")
         return faults
@@ -83,7 +83,7 @@ class Run:
             f"{sum(map(reads_slowly, range(len(self.outcomes))))} read slowly; {len(self.refusals)} requests refused\n"
             f"{len(self.kills)} workers killed, at {kills} of the tokens; {self.num_restarts} restarts, "
             f"{self.num_resumed} requests resumed\n"
-            f"{self.num_told} tokens told, {self.num_counted} counted; {self.num_used_slots} slots in use at the end"
+            f"{self.num_reported} tokens reported, {self.num_counted} counted; {self.num_used_slots} slots in use at the end"
         )
 
 
@@ -92,7 +92,7 @@ def _is_right(number: int, outcome: Outcome, expected: Outcome) -> bool:
 
 
 async def disturbed(cast: Cast, expected: Sequence[Outcome]) -> Run:
-    """Return what the streams bring while workers are killed; alone they would bring what is expected."""
+    """Return the tokens of the streams while workers are killed. Undisturbed they would be the expected ones."""
     num_tokens = sum(len(one.token_ids) for number, one in enumerate(expected) if leaves_after(number) is None)
     client = CountingClient(ProcessLauncher(cast.config, cast.factory), cast.config.scheduler, _SUPERVISION)
     kills: list[float] = []
@@ -109,12 +109,12 @@ async def disturbed(cast: Cast, expected: Sequence[Outcome]) -> Run:
         health = client.health
     finally:
         await client.stop()
-    counts = (client.num_told, client.num_counted, client.num_used_slots)
+    counts = (client.num_reported, client.num_counted, client.num_used_slots)
     return Run(tuple(outcomes), tuple(refusals), tuple(kills), health.num_restarts, health.num_resumed, *counts)
 
 
 async def _read(client: WorkerClient, number: int, request: Request) -> Outcome:
-    """Return what a stream brings to its reader, who may be slow and may leave."""
+    """Return the tokens that a stream brings to its reader, which may be slow and may leave."""
     events: list[TokenEvent] = []
     stream = submitted(client, request)
     async for event in stream:
@@ -139,28 +139,28 @@ async def _kill(client: CountingClient, num_kills: int, num_tokens: int, kills: 
     draw = random.Random(num_kills)
     for number in range(num_kills):
         moment = (number + draw.random()) / num_kills * _LAST_KILL * num_tokens
-        while client.num_told < moment or client.health.state is not EngineState.READY or client.worker_pid is None:  # noqa: ASYNC110
+        while client.num_reported < moment or client.health.state is not EngineState.READY or client.worker_pid is None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await asyncio.sleep(draw.random() * 0.01)  # somewhere in a step
         os.kill(client.worker_pid, signal.SIGKILL)
-        kills.append(client.num_told / num_tokens)
+        kills.append(client.num_reported / num_tokens)
         while client.health.num_restarts < len(kills):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
 def main() -> None:
-    """Run it and say how it went."""
+    """Run it and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=60, help="of the longest stream")
     parser.add_argument("--model", help="a preset, for example smollm2-135m; unset: a tiny random model")
     parser.add_argument("--dtype", default="int8", help="of that model")
-    asked = parser.parse_args()
-    if asked.model is None:
-        cast = Cast.tiny(asked.streams, asked.kills, asked.tokens)
+    args = parser.parse_args()
+    if args.model is None:
+        cast = Cast.tiny(args.streams, args.kills, args.tokens)
     else:
-        cast = Cast.served(asked.streams, asked.kills, asked.tokens, model=asked.model, dtype=asked.dtype, num_threads=1)
+        cast = Cast.served(args.streams, args.kills, args.tokens, model=args.model, dtype=args.dtype, num_threads=1)
     expected = undisturbed(cast)
     run = asyncio.run(disturbed(cast, expected))
     faults = run.faults(cast, expected)

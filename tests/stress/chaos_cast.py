@@ -1,4 +1,4 @@
-"""Who takes part in a chaos run: the engine, its streams and what each brings when nobody disturbs it."""
+"""The parts of a chaos run: the engine, its streams and the tokens that each brings undisturbed."""
 
 import random
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def build_tiny(config: EngineConfig) -> SteppedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """What is played: an engine, the streams, and how many workers are killed."""
+    """The parts: an engine, the streams, and how many workers are killed."""
 
     factory: EngineFactory
     config: EngineConfig
@@ -68,7 +68,7 @@ def chaos_request(number: int, most_tokens: int) -> Request:
 
 
 def leaves_after(number: int) -> int | None:
-    """Return after how many events the reader of a stream leaves; None for those who stay."""
+    """Return after how many events the reader of a stream leaves; None if it stays."""
     return 1 + number % 5 if number % 10 == 7 else None
 
 
@@ -79,7 +79,7 @@ def reads_slowly(number: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one stream brought."""
+    """The result of one stream."""
 
     token_ids: tuple[int, ...]
     num_logprobs: int

@@ -1,7 +1,7 @@
 """Ten thousand bodies against a real server with a tiny model: `python -m tests.stress.fuzz --bodies 10000`.
 
-Whatever comes, no answer is a 5xx (but for a deadline that the body asks for), none fails to come, no error is longer than a line
-or two; afterwards the server is healthy, works on nothing, holds nothing, was never started again and says what it said before.
+No answer is a 5xx, except after a deadline in the body. All answers arrive, and no error is longer than a line or two.
+Afterwards the server is healthy and idle, was never restarted, and answers as before.
 `--seed` makes up other bodies.
 """
 
@@ -23,7 +23,7 @@ from tests.stress.fuzz_bodies import Shot, made_up
 HANG_S = 60.0  # of one answer, on a machine that does much else
 MAX_ERROR_CHARS = 1200  # of the message and the name of a field
 _NUM_AT_ONCE = 4
-_DEADLINE = 'code":"deadline_exceeded"'  # which the body asked for: this server has none of its own
+_DEADLINE = 'code":"deadline_exceeded"'  # which the body set: this server has none of its own
 _ENDS = ('"stop":true', *(f'"type":"{kind}"' for kind in ("response.completed", "response.incomplete", "message_stop", "error")))
 _FAILURES = ('"type":"server_error"', '"type":"api_error"')
 _TEXT = {"model": "tiny", "prompt": "the same as before", "temperature": 0, "max_tokens": 16}
@@ -32,7 +32,7 @@ _IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cach
 
 @dataclass
 class Findings:
-    """What came of the bodies: statuses by how often, and what should not have come."""
+    """The results of the bodies: counts of statuses, and the faults."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Findings:
 
 
 def problem_of(answer: httpx.Response) -> str | None:
-    """Return what is wrong with an answer."""
+    """Return the faults of an answer."""
     text = answer.text
     if answer.status_code >= 500 and not (answer.status_code == 504 and _DEADLINE in text):
         return f"{answer.status_code}: {text[:300]}"
@@ -91,7 +91,7 @@ def fuzz(url: str, num_bodies: int, number: int) -> Findings:
 
 
 def text_of(url: str) -> Any:
-    """Return what the server says to a prompt that it has always the same answer to."""
+    """Return the server's answer to a prompt whose answer is always the same."""
     return httpx.post(url + "/v1/completions", json=_TEXT, timeout=HANG_S).raise_for_status().json()["choices"]
 
 
@@ -110,13 +110,13 @@ def fuzz_and_look(server: RunningServer, num_bodies: int, number: int) -> Findin
     before = text_of(server.url)
     findings = fuzz(server.url, num_bodies, number)
     if text_of(server.url) != before:
-        findings.problems.append("the server says something else than before")
+        findings.problems.append("the server answers something else than before")
     findings.problems += unrest_of(server.get)
     return findings
 
 
 def main() -> None:
-    """Run it and say how it went."""
+    """Run it and print the result."""
     from tests.conformance.folder import served_folder  # here, because it brings torch
 
     parser = argparse.ArgumentParser(description=__doc__)

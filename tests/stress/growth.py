@@ -1,4 +1,4 @@
-"""What a server holds while it works, and how much of that grows: memory, open files, threads, processes, series of metrics."""
+"""The resources of a working server, and how they grow: memory, open files, threads, processes, series of metrics."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +19,8 @@ Sample = Mapping[str, float]
 
 
 def sample(server: RunningServer) -> Sample:
-    """Return what the server and the processes below it hold now; memory in KiB."""
-    held: dict[str, float] = {"processes": 0}
+    """Return the resources of the server and the processes below it. Memory is in KiB."""
+    amounts: dict[str, float] = {"processes": 0}
     for pid in _family(server.process.pid):
         role = "front end" if pid == server.process.pid else "worker" if _name_of(pid) == _WORKER else "helpers"
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -29,11 +29,11 @@ def sample(server: RunningServer) -> Sample:
             "files": float(len(list(Path(f"/proc/{pid}/fd").iterdir()))),
             "threads": float(status["Threads"]),
         }
-        held["processes"] += 1
+        amounts["processes"] += 1
         for what, amount in own.items():
-            held[f"{what} of {role}"] = held.get(f"{what} of {role}", 0.0) + amount
-    held["series of metrics"] = sum(not line.startswith("#") for line in server.get("/metrics").text.splitlines())
-    return held
+            amounts[f"{what} of {role}"] = amounts.get(f"{what} of {role}", 0.0) + amount
+    amounts["series of metrics"] = sum(not line.startswith("#") for line in server.get("/metrics").text.splitlines())
+    return amounts
 
 
 def worker_of(server: RunningServer) -> int:
@@ -54,7 +54,7 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def more(before: Sample, after: Sample, most_kib: float) -> list[str]:
-    """Return what a server at rest holds more than it did at rest before, a line each: of memory up to `most_kib` is nothing."""
+    """Return the growth of an idle server's resources, a line each. Memory up to `most_kib` does not count."""
     limits = {name: most_kib if name.startswith("memory") else 0.0 for name in after if name != "series of metrics"}
     grown = {name: after[name] - before.get(name, 0.0) for name in limits}
     return [f"{name}: {before.get(name, 0.0):.0f} before, {after[name]:.0f} now" for name in limits if grown[name] > limits[name]]

@@ -1,6 +1,6 @@
 """Silent connections, slow bodies and streams that work, all together: `python -m tests.stress.siege --silent 5000`.
 
-A real server over a tiny model whose limit of descriptors is 1,024. The streams have seeds: they are asked for before, with
+A real server over a tiny model whose limit of descriptors is 1,024. The streams have seeds: they are requested before, with
 nothing beside them, and again once the connections are open. Meanwhile another process requests `/health`, each time over a new
 connection.
 """
@@ -31,7 +31,7 @@ _NUM_DESCRIPTORS = 1024  # of the server
 _AT_ONCE = 50  # connections that are opened without a pause
 _SLOW_S = 0.5  # between two bytes of a slow body
 _HEALTH_S = 0.05  # between two requests for /health
-_WATCH_S = 0.2  # between two looks at what the server holds
+_WATCH_S = 0.2  # between two samples of the server's resources
 _LIMIT_S = 180.0  # of all of it: a server that is stopped accepts no connection
 _FLAGS = ("--drafter", "ngram", "--policy", "fixed", "--max-running", "64", "--max-model-len", "512", "--spare-worker", "false")
 MOST_HEALTH_S, MOST_KIB, MOST_LOG_BYTES = 1.0, 64 * 1024.0, 1 << 20
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Siege:
-    """What it brought."""
+    """The results of a siege."""
 
     num_different: int  # streams
     slowest_health_s: float
@@ -64,7 +64,7 @@ class Siege:
 
     @property
     def faults(self) -> list[str]:
-        """What must not be."""
+        """Return the faults, a line each."""
         found = {
             f"{self.num_different} streams are other than undisturbed": self.num_different > 0,
             f"/health took {self.slowest_health_s:.2f} s": self.slowest_health_s > MOST_HEALTH_S,
@@ -76,14 +76,14 @@ class Siege:
 
 
 async def _stream(client: httpx.AsyncClient, number: int, plan: Plan) -> str:
-    """Return all that a stream says but its id and time."""
+    """Return the contents of a stream except its id and time."""
     body = {"model": "tiny", "prompt": f"stream {number}", "seed": number, "temperature": 1.0, "ignore_eos": True}
-    said = []
+    lines = []
     async with client.stream("POST", "/v1/completions", json=body | {"max_tokens": plan.num_tokens, "stream": True}) as answer:
         async for line in answer.aiter_lines():
-            said.append(line)
-    texts = [httpx.Response(200, content=line[6:]).json()["choices"][0]["text"] for line in said if '"choices":[{' in line]
-    return "".join(texts) + said[-2 if said[-1] == "" else -1]
+            lines.append(line)
+    texts = [httpx.Response(200, content=line[6:]).json()["choices"][0]["text"] for line in lines if '"choices":[{' in line]
+    return "".join(texts) + lines[-2 if lines[-1] == "" else -1]
 
 
 async def _streams(server: RunningServer, plan: Plan) -> tuple[list[str], float]:
@@ -95,7 +95,7 @@ async def _streams(server: RunningServer, plan: Plan) -> tuple[list[str], float]
 
 
 class _Silent(asyncio.Protocol):
-    """A connection on which nothing is said."""
+    """A silent connection."""
 
 
 async def _slow(port: int) -> None:
@@ -123,17 +123,17 @@ async def _open_silent(port: int, num_silent: int) -> list[asyncio.BaseTransport
     return opened
 
 
-def _held(pid: int) -> tuple[float, float]:
+def _usage(pid: int) -> tuple[float, float]:
     """Return the memory of a process in KiB, and how many descriptors it has."""
     status = Path(f"/proc/{pid}/status").read_text()
     return float(status.split("VmRSS:")[1].split()[0]), float(len(os.listdir(f"/proc/{pid}/fd")))
 
 
 async def _watch(server: RunningServer, seen: dict[str, float]) -> None:
-    """Note again and again what the server holds."""
-    before, _ = _held(server.process.pid)
+    """Record the server's resources repeatedly."""
+    before, _ = _usage(server.process.pid)
     while True:
-        memory, num_files = _held(server.process.pid)
+        memory, num_files = _usage(server.process.pid)
         seen["grown_kib"] = max(seen["grown_kib"], memory - before)
         seen["files"] = max(seen["files"], num_files)
         await asyncio.sleep(_WATCH_S)
@@ -191,7 +191,7 @@ def besieged(folder: Path, plan: Plan) -> Siege:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = plan.num_silent + plan.num_slow + plan.num_streams + 500
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise SystemExit(f"this program needs {needed} descriptors: ulimit -Hn says {hard}")
+        raise SystemExit(f"this program needs {needed} descriptors: ulimit -Hn is {hard}")
     program = folder / "latebranch"
     program.write_text(f'#!/bin/sh\nulimit -n {_NUM_DESCRIPTORS} && exec "{PROGRAM}" "$@"\n')
     program.chmod(0o755)
@@ -205,7 +205,7 @@ def besieged(folder: Path, plan: Plan) -> Siege:
 
 
 def main() -> None:
-    """Run it and say what came of it."""
+    """Run it and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--silent", type=int, default=Plan().num_silent)
     parser.add_argument("--slow", type=int, default=Plan().num_slow)

@@ -40,7 +40,7 @@ _KEPT = (
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """What it brought: how the requests ended, and what the server held in between."""
+    """The results: how the requests ended, and the server's resources in between."""
 
     statuses: Counter[str]
     samples: tuple[Sample, ...]
@@ -87,11 +87,11 @@ def body_of(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def _is_left(number: int) -> bool:
-    """Return whether the client leaves the stream that it asked for."""
+    """Return whether the client leaves the stream that it requested."""
     return number % 2 == 0 and number % 10 == 8
 
 
-async def _ask(client: httpx.AsyncClient, number: int) -> str:
+async def _request(client: httpx.AsyncClient, number: int) -> str:
     """Return how a request ended."""
     path, body = body_of(number)
     async with client.stream("POST", path, json=body) as response:
@@ -107,7 +107,7 @@ async def _worked(server: RunningServer, num_requests: int) -> Soak:
 
     async def work(client: httpx.AsyncClient, numbers: Iterator[int]) -> None:
         for number in numbers:
-            statuses[await _ask(client, number)] += 1
+            statuses[await _request(client, number)] += 1
 
     size = max(_LEAST_BETWEEN, num_requests // _MOST_SAMPLES)
     for first in range(0, num_requests, size):
@@ -136,7 +136,7 @@ def soaked(folder: Path, num_requests: int) -> Soak:
 
 
 def main() -> None:
-    """Run it and say what grew."""
+    """Run it and print what grew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
     with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,7 @@
 
 They leave at random moments: before a word, in the middle of a head or a body, before the first token, somewhere in a stream
 that they read or do not read, politely or with a reset. The queue is full all the while. Those that behave have a key of their
-own and must get every text whole; how long they wait for first tokens is told, with and without the storm. Afterwards nothing
+own and must get every completion whole. Their waits for first tokens are reported, with and without the storm. Afterwards nothing
 may be left.
 """
 
@@ -36,7 +36,7 @@ _REST_S = 60.0  # in which a busy machine must have noticed that they are gone
 
 @dataclass
 class Weather:
-    """What those that behave have lived: seconds to each first token, and what went wrong."""
+    """The measurements of well-behaved clients: seconds to each first token, and faults."""
 
     first_token_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -61,9 +61,9 @@ class Storm:
 
 @dataclass(frozen=True)
 class Plan:
-    """A storm to come: `seed` chooses what its clients do, who come within `spread_s` seconds and leave within `patience_s` more.
+    """A planned storm: `seed` chooses what its clients do, within `spread_s` seconds to begin and `patience_s` more to leave.
 
-    Some ask for grammars if it `has_grammars`. Before it each of those that behave sends `least_calm` requests.
+    Some request grammars if it `has_grammars`. Before it each well-behaved client sends `least_calm` requests.
     """
 
     num_clients: int
@@ -75,7 +75,7 @@ class Plan:
 
 
 async def _vanishing(address: tuple[str, int], draw: random.Random, plan: Plan) -> tuple[str, str]:
-    """Connect, begin, vanish; return what was begun and the first line of the answer if one came."""
+    """Connect, begin, vanish. Return what was begun and the first line of the answer if there was one."""
     kind, lingers, patience_s = draw.choice(KINDS), draw.random() < 0.5, draw.random() * plan.patience_s
     await asyncio.sleep(draw.random() * plan.spread_s)
     reader, writer = await asyncio.open_connection(*address, limit=1 << 16)
@@ -122,7 +122,7 @@ def _request(draw: random.Random, stream: bool, has_grammar: bool) -> bytes:
 
 
 async def _behaving(client: httpx.AsyncClient, number: int, weather: Weather, is_over: asyncio.Event, least: int) -> None:
-    """Ask for one seeded text after the other until it is over; each must be the first one's, whole."""
+    """Request one seeded completion after another until it is over. Each must be the first one's, whole."""
     prompt = [3 + number, 5, 7]
     body = {"model": "tiny", "prompt": prompt, "seed": number, "max_tokens": _CALM_TOKENS, "ignore_eos": True, "stream": True}
     first: list[str] | None = None
@@ -167,7 +167,7 @@ async def storm(url: str, plan: Plan) -> Storm:
 
 
 def warm(url: str) -> None:
-    """Have a server load what it loads when that is first needed."""
+    """Have a server load its lazy parts."""
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "structured_outputs": {"regex": "[a-c]{2}"}}
     httpx.post(
         url + "/v1/completions", json=body, headers={"Authorization": f"Bearer {CALM}"}, timeout=_REST_S
@@ -175,17 +175,17 @@ def warm(url: str) -> None:
 
 
 def rest(server: RunningServer, before: Sample) -> list[str]:
-    """Wait until a server has come to rest and holds what it held; return what it still does and holds if it does not."""
+    """Wait until a server is idle and its resources are as before. Return the differences otherwise."""
     end_s = time.monotonic() + _REST_S
     while True:
-        time.sleep(0.5)  # what asks how it goes has left too
+        time.sleep(0.5)  # the measuring connection has left too
         left = [*more(before, sample(server), _MOST_KIB), *unrest_of(server.get)]
         if not left or time.monotonic() > end_s:
             return left
 
 
 def main() -> None:
-    """Run it and say how it went."""
+    """Run it and print the result."""
     from tests.conformance.folder import served_folder  # here, because it brings torch
 
     parser = argparse.ArgumentParser(description=__doc__)

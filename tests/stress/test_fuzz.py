@@ -12,7 +12,7 @@ from tests.fake_engine import FakeEngine, says
 from tests.stress.fuzz import fuzz, problem_of, text_of, unrest_of
 
 NUM_BODIES = 250
-SHORT = SchedulerConfig(num_slots=2048, max_model_len=128)  # a body that asks for all there is gets it soon
+SHORT = SchedulerConfig(num_slots=2048, max_model_len=128)  # a body without a limit gets its answer soon
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ RIGHT = [
 ]
 
 
-def test_each_wrong_of_an_answer_is_noticed() -> None:
+def test_faults_of_an_answer_are_detected() -> None:
     assert {problem_of(answer) for answer in WRONG.values()} == set(WRONG)
     assert {problem_of(answer) for answer in RIGHT} == {None}
 

@@ -24,7 +24,7 @@ def test_idle_connections_disturb_no_stream(tmp_path: Path) -> None:
     assert replace(siege, slowest_health_s=0.0).faults == []
 
 
-def test_each_fault_of_a_siege_is_told() -> None:
+def test_faults_of_a_siege_are_reported() -> None:
     sound = Siege(0, 0.1, 0.05, 30, 0, 11_000.0, 14_000, 700, 4.0, 5.0)
     assert sound.faults == []
     broken = replace(

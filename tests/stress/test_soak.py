@@ -17,13 +17,13 @@ def test_a_hundred_requests_leave_nothing(tmp_path: Path) -> None:
     assert {"memory of front end", "memory of worker", "files of worker", "threads of worker"} <= set(soak.samples[-1])
 
 
-def _held(step: int) -> Sample:
+def _sample(step: int) -> Sample:
     """Return a sample of a server that fills its caches in the first quarter and then stays, but for some noise."""
     return {"memory of worker": 1e6 + 9e4 * min(step, 10) + 800.0 * (step % 3), "files of worker": 30.0 + step % 2}
 
 
-def test_what_grows_is_found() -> None:
-    sound = [_held(step) for step in range(40)]
+def test_growing_resource_is_found() -> None:
+    sound = [_sample(step) for step in range(40)]
     assert leaks(sound) == []
     leaky = [{**one, "memory of worker": one["memory of worker"] + 900.0 * step} for step, one in enumerate(sound)]
     assert [leak.split(" grew")[0] for leak in leaks(leaky)] == ["memory of worker"]
@@ -31,10 +31,10 @@ def test_what_grows_is_found() -> None:
     assert [leak.split(" grew")[0] for leak in leaks(forgetful)] == ["files of worker"]
 
 
-def test_what_is_held_more_than_before_is_told() -> None:
-    before = {**_held(0), "series of metrics": 600.0}
+def test_growing_resources_are_reported() -> None:
+    before = {**_sample(0), "series of metrics": 600.0}
     little = {"memory of worker": before["memory of worker"] + 900, "series of metrics": 610.0, "files of worker": 29.0}
     assert more(before, {**before, **little}, 1000.0) == []
     after = {**before, "memory of worker": before["memory of worker"] + 1100, "files of worker": 31.0, "files of helpers": 1.0}
-    told = more(before, after, 1000.0)
-    assert [line.split(":")[0] for line in told] == ["memory of worker", "files of worker", "files of helpers"]
+    grown = more(before, after, 1000.0)
+    assert [line.split(":")[0] for line in grown] == ["memory of worker", "files of worker", "files of helpers"]

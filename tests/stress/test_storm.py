@@ -42,18 +42,18 @@ class Stage:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, headers={"Authorization": f"Bearer {CALM}"})
 
-    def held(self) -> dict[str, object]:
-        """Return what is held that must be the same before and after."""
+    def resources(self) -> dict[str, object]:
+        """Return the resources that must be equal before and after."""
         assert self.service._loop is not None
         scheduler = self.engine._scheduler
         return {
             "tasks": len(asyncio.all_tasks(self.service._loop)),
             "threads": {thread.name for thread in threading.enumerate()},
             "files": len(list(Path("/proc/self/fd").iterdir())),
-            "ledger": len(self.service._request_table),
+            "request_table": len(self.service._request_table),
             "slots": scheduler.num_used_slots,
             "sequences": scheduler.num_running + scheduler.num_waiting,
-            "anteroom": self.engine._pending_grammars.request_ids,
+            "pending_grammars": self.engine._pending_grammars.request_ids,
             "followed": len(self.texts._tracked),
             "unrest": unrest_of(self.get),
         }
@@ -78,13 +78,13 @@ def staged(texts: TextCache | None = None) -> Iterator[Stage]:
 
 
 def leak_of(stage: Stage, num_clients: int) -> dict[str, object]:
-    """Return what is held more than before, or otherwise, once a storm has passed and nothing changes or patience ends."""
+    """Return the resources that differ once a storm is over and nothing changes or patience ends."""
     few = Plan(8, -1, least_calm=1, spread_s=0.2, patience_s=1.5, has_grammars=False)
     asyncio.run(storm(stage.url, few))  # what is made when first needed is
-    before = _settled(stage.held, lambda held: held["unrest"] == [] and held["ledger"] == 0)
+    before = _at_rest(stage.resources, lambda resources: resources["unrest"] == [] and resources["request_table"] == 0)
     passed = asyncio.run(storm(stage.url, replace(few, num_clients=num_clients, seed=0, spread_s=0.5)))
     assert passed.calm.problems + passed.storm.problems == []
-    after = _settled(stage.held, lambda held: not _more(before, held))
+    after = _at_rest(stage.resources, lambda resources: not _more(before, resources))
     return _more(before, after)
 
 
@@ -97,9 +97,9 @@ def _more(before: dict[str, object], after: dict[str, object]) -> dict[str, obje
     }
 
 
-def _settled(look: Callable[[], dict[str, object]], is_settled: Callable[[dict[str, object]], bool]) -> dict[str, object]:
+def _at_rest(look: Callable[[], dict[str, object]], is_at_rest: Callable[[dict[str, object]], bool]) -> dict[str, object]:
     end_s = time.monotonic() + _PATIENCE_S
-    while not is_settled(seen := look()) and time.monotonic() < end_s:
+    while not is_at_rest(seen := look()) and time.monotonic() < end_s:
         time.sleep(0.05)
     return seen
 

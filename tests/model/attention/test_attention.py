@@ -66,7 +66,7 @@ def ragged_scene():
 def long_scene():
     """Rows of 30 to 120 tokens with a branching tree; the last pass feeds 1 to 17 tokens of text: contexts of several blocks.
 
-    The positions of some end at 40, those of others lie on both sides of it.
+    Some positions end at 40; others are on both sides of it.
     """
     rng = random.Random(11)
     lengths = [
@@ -162,19 +162,19 @@ def test_ragged_scene_is_exact(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mutant", [causal_mask, only_itself_seen, positions_by_index, keys_written_to_neighbours])
-def test_tree_pass_kills_segments(family, mutant):
+def test_tree_pass_detects_segment_mutants(family, mutant):
     assert error_of(node_logits(model(family), ragged_scene(), segment=mutant), family, ragged_scene()) > WRONG
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mutant", [padding_seen, outputs_of_others])
-def test_tree_pass_kills_batches(family, mutant):
+def test_tree_pass_detects_batch_mutants(family, mutant):
     with patch.object(packing, "_MAX_PADDING", 100.0):
         assert error_of(node_logits(model(family), ragged_scene(), batch=mutant), family, ragged_scene()) > WRONG
 
 
 @pytest.mark.parametrize("mutant", [window_ignored, window_one_too_wide, window_by_index])
-def test_tree_pass_kills_windows(mutant):
+def test_tree_pass_detects_window_mutants(mutant):
     """Only the model with a sliding window can see these."""
     assert error_of(node_logits(model("gemma3"), ragged_scene(), batch=mutant), "gemma3", ragged_scene()) > WRONG
     assert error_of(node_logits(model("llama"), ragged_scene(), batch=mutant), "llama", ragged_scene()) < EXACT
@@ -219,7 +219,7 @@ def test_a_group_returns_its_padding_too():
     assert out.shape == (5, 32)
 
 
-def test_what_cannot_be_exact_is_refused():
+def test_inexact_attention_is_refused():
     query, key, value, context = attention_inputs()
     with pytest.raises(UnsupportedAttention, match="context"):
         tree_attention(Layer(), query, key, value, None)

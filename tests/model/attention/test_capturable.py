@@ -77,7 +77,7 @@ def test_a_targets_pass_can_be_captured(family):
     assert recording.watched.seen == []
 
 
-def test_a_heads_pass_can_be_captured_and_so_can_the_features_it_reads():
+def test_head_pass_and_its_features_are_capturable():
     recording = Recording()
     engine = head_engine(learnt_head(), target_of("llama"), config=LIMITS)
     steps = steps_with(recording)

@@ -54,7 +54,7 @@ def check_flat(batch: PackedBatch, packed: list[Segment]) -> None:
 
 
 def check_order(batch: PackedBatch) -> None:
-    """What the groups put out, end to end, comes back in packed order."""
+    """The concatenated outputs of the groups return in packed order."""
     padded = batch.padded
     index = torch.cat([group.token_index_BT.flatten() for group in padded.groups])
     assert index[padded.unpad_T].tolist() == list(range(batch.num_tokens))
@@ -62,7 +62,7 @@ def check_order(batch: PackedBatch) -> None:
 
 
 def check_segment(batch: PackedBatch, segment: Segment, start: int) -> None:
-    """A token sees the slots its segment says, at their positions; padding sees one key and no key sees padding."""
+    """A token sees the slots of its segment, at their positions. Padding sees one key, and no key sees padding."""
     [(group, row)] = [
         (group, row)
         for group in batch.padded.groups
@@ -102,7 +102,7 @@ def test_like_sizes_share_a_group(several):
 
 
 @given(rows, st.sampled_from([None, 1, 3, 8]))
-def test_bias_is_zero_where_a_query_sees_a_key_inside_the_window(several, window):
+def test_bias_is_zero_inside_the_window(several, window):
     for group in pack(segments_of(several), CPU).padded.groups:
         bias = group.bias(window, torch.float32)
         distance = group.query_positions_BT[:, :, None] - group.key_positions_BL[:, None, :]
@@ -150,7 +150,7 @@ def written_elsewhere(batch):
 
 
 @pytest.mark.parametrize("mutant", [padding_keys_seen, in_order_of_size, slots_of_the_other_row, written_elsewhere])
-def test_pack_kills(mutant):
+def test_packing_detects_mutants(mutant):
     packed = example_segments()
     batch = pack(packed, CPU)
     assert len(batch.padded.groups) == 2
@@ -159,8 +159,8 @@ def test_pack_kills(mutant):
         check(mutant(batch), packed)
 
 
-def test_a_chunk_of_a_long_text_has_a_mask_of_its_own_rows_alone():
-    """Nothing is as large as the square of a text: a chunk's queries by the text's keys, beside a square of the chunk."""
+def test_chunk_mask_covers_its_own_rows_only():
+    """No mask has the square of the sequence's size: only a chunk's queries by its keys, and a square of the chunk."""
     length, chunk = 8192, 512
     segment = chain_segment([5] * chunk, length - chunk, range(length))
     assert segment.tail_visible_TW.size == chunk * chunk

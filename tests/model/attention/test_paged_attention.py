@@ -89,7 +89,7 @@ def test_the_kernel_is_the_gathering_attention(case):
 
 @needs_triton
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_the_kernel_rounds_no_more_than_its_inputs(dtype):
+def test_kernel_rounds_no_more_than_inputs(dtype):
     assert kernel_error(Heads(2, 2), random_segments(2, RAGGED), 32, dtype) < ROUNDING[dtype]
 
 
@@ -145,7 +145,7 @@ def test_a_window_one_too_wide_is_noticed():
     assert (out[: len(expected)] - expected).abs().max() > WRONG
 
 
-def test_what_the_kernel_cannot_do_is_named():
+def test_unsupported_kernel_case_is_named():
     cuda = torch.device("cuda")
     assert "no CUDA device" in (unsupported_reason(torch.device("cpu"), 64, 1, torch.float32) or "")
     assert "heads of 512" in (unsupported_reason(cuda, 512, 1, torch.float32) or "") or find_spec("triton") is None
@@ -154,7 +154,7 @@ def test_what_the_kernel_cannot_do_is_named():
     assert unsupported_reason(cuda, 128, 1, torch.bfloat16) is None or find_spec("triton") is None
 
 
-def test_a_kernel_is_tried_out_with_tiles_of_every_length():
+def test_kernel_runs_with_tiles_of_each_length():
     tried: list[int] = []
 
     def attend(query_THGK, keys_SHK, values_SHV, batch, *others):

@@ -99,37 +99,37 @@ def texts(engine: Engine) -> dict[str, list[int]]:
 @pytest.mark.usefixtures("poisoned_pools")
 @pytest.mark.parametrize("drafter", ENGINES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padded_and_replayed_passes_write_the_same_texts(family, drafter):
+def test_replayed_padded_passes_give_equal_completions(family, drafter):
     make = ENGINES[drafter]
     assert texts(replayed(make(family))) == texts(make(family))
 
 
-def test_the_targets_first_layers_draft_over_its_cache():
+def test_first_target_layers_draft_over_its_cache():
     assert texts(replayed(early_exit("llama"))) == texts(early_exit("llama"))
 
 
-def test_features_are_those_of_passes_as_they_come():
-    """What a listener does is part of what is recorded: a head reads the same features."""
+def test_features_equal_those_of_unrecorded_passes():
+    """A listener's work is recorded too: a head reads the same features."""
     as_they_come, replays = features_by_step(with_head("llama")), features_by_step(replayed(with_head("llama")))
     assert len(as_they_come) > 10
     assert torch.allclose(torch.stack(as_they_come), torch.stack(replays), atol=1e-4)
 
 
-def test_states_of_padding_in_a_slot_are_noticed(monkeypatch):
+def test_padding_states_in_a_slot_are_detected(monkeypatch):
     table_of = table.table_of
 
     def in_the_last_slot(batch, shape, columns, *rest):
-        asked = (0, CONFIG.num_slots - 1) if len(columns.outputs) > 1 else columns.outputs
-        return table_of(batch, shape, TableColumns(columns.tokens, asked), *rest)
+        outputs = (0, CONFIG.num_slots - 1) if len(columns.outputs) > 1 else columns.outputs
+        return table_of(batch, shape, TableColumns(columns.tokens, outputs), *rest)
 
     monkeypatch.setattr(recordings, "table_of", in_the_last_slot)
     with pytest.raises(AssertionError):
-        test_features_are_those_of_passes_as_they_come()
+        test_features_equal_those_of_unrecorded_passes()
 
 
 @torch.inference_mode()
 def features_by_step(engine: Engine) -> list[torch.Tensor]:
-    """Return what is in every slot after each step; drafts are accepted, and nothing was in any before."""
+    """Return the contents of each slot after each step. Drafts are accepted, and all slots start empty."""
     pool = drafter_of(engine)._pool
     pool._pool_SW.zero_()
     features: list[torch.Tensor] = []
@@ -138,7 +138,7 @@ def features_by_step(engine: Engine) -> list[torch.Tensor]:
     return features
 
 
-def test_a_drafter_of_fewer_rows_reads_ids_that_only_the_target_has():
+def test_smaller_drafter_reads_target_only_ids():
     requests = [greedy("one", [60, 5, 59, 58, 60])]
     made = [with_wider_model("llama"), replayed(with_wider_model("llama"))]
     texts_of = [run(engine, requests).texts() for engine in made]
@@ -157,7 +157,7 @@ def states_of_padding_where_the_first_position_reads(columns):
     ("mutant", "drafter"),
     [(padding_writes_to_the_first_slot, "model"), (states_of_padding_where_the_first_position_reads, "head")],
 )
-def test_padding_in_somebodys_slot_is_noticed(monkeypatch, mutant, drafter):
+def test_padding_in_a_used_slot_is_detected(monkeypatch, mutant, drafter):
     table_of = table.table_of
     expected = mean_accepted(ENGINES[drafter]("llama"))
     monkeypatch.setattr(
@@ -183,7 +183,7 @@ def test_a_causal_mask_is_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize("steps", [lambda: steps_of(most_tokens=4), lambda: steps_of(capacity=300)], ids=["tokens", "capacity"])
-def test_what_is_too_large_runs_as_it_comes(steps):
+def test_oversized_pass_runs_without_recording(steps):
     assert texts(replayed(with_model("llama"), steps())) == texts(with_model("llama"))
     assert texts(replayed(with_head("llama"), steps())) == texts(with_head("llama"))
 
@@ -202,7 +202,7 @@ class Remembering:
 
 
 class Replaying:
-    """As a graph does it: a replay leaves its results in the tensors of the recording, and nobody hears of it."""
+    """Behaves like a graph: a replay writes its results into the recorded tensors without calling hooks."""
 
     name = "as a graph"
 
@@ -225,7 +225,7 @@ class Replaying:
 
 
 @torch.inference_mode()
-def test_whoever_keeps_something_of_a_pass_is_given_it_back():
+def test_hook_gets_its_own_tensor_after_replay():
     """Two shapes in turn: a replay of the first must give back the first one's tensor, with the latest numbers."""
     target, memory = adopt(tiny_module("llama"), CPU), Remembering()
     recorder = Replaying(memory)
@@ -260,20 +260,20 @@ def test_logits_are_the_callers_own():
 
 
 @given(st.integers(1, 700), st.data())
-def test_a_shape_holds_its_pass_with_little_padding(most, data):
+def test_shape_fits_pass_with_little_padding(most, data):
     shapes = PaddingShapes(most)
     num_tokens = data.draw(st.integers(1, most))
-    num_asked = data.draw(st.integers(0, num_tokens))
-    shape = shapes.shape_of(num_tokens, num_asked)
+    num_outputs = data.draw(st.integers(0, num_tokens))
+    shape = shapes.shape_of(num_tokens, num_outputs)
     assert shape is not None
     assert shape in shapes.all
     assert num_tokens <= shape.num_tokens <= min(most, max(2 * num_tokens, 1))
-    assert num_asked <= shape.num_outputs <= shape.num_tokens
+    assert num_outputs <= shape.num_outputs <= shape.num_tokens
     assert shapes.all[0].num_tokens == most
     assert shapes.shape_of(most + 1, 1) is None
 
 
-def test_shapes_are_few_and_the_largest_comes_first():
+def test_shapes_are_few_and_largest_first():
     shapes = PaddingShapes(512).all
     assert shapes[0] == Shape(512, 512)
     assert [shape.num_tokens for shape in shapes if shape.num_outputs == shape.num_tokens] == [

@@ -1,4 +1,4 @@
-"""Segments of a chain and of a tree on its last token: who sees whom, where it stands, where it is written."""
+"""Segments of a chain and of a tree on its last token: visibility, positions, and the slots that are written."""
 
 from dataclasses import replace
 
@@ -14,7 +14,10 @@ from tests.strategies import token_trees
 
 
 def check(segment: Segment, certain_ids: list[int], tree: TokenTree, context_len: int, slots: list[int]) -> None:
-    """Compare with the meaning: a token sees the text before it, a node also its path, nobody anything else."""
+    """Compare with the definition: a token sees the sequence before it, and a node also sees its path.
+
+    Nothing else is visible.
+    """
     num_chain = len(certain_ids)
     texts = [list(range(index + 1)) for index in range(num_chain)]
     texts += [[*range(num_chain), *(num_chain - 1 + v for v in tree.path(node)[1:])] for node in range(1, tree.num_nodes)]
@@ -38,7 +41,7 @@ def test_tree_segment(certain_ids, tree, context_len):
 
 
 @given(certain, st.integers(0, 9))
-def test_a_chain_is_a_root_alone_at_its_end(certain_ids, context_len):
+def test_chain_is_a_root_at_its_end(certain_ids, context_len):
     slots = list(range(50))
     tree = TokenTree.single(certain_ids[-1])
     check(chain_segment(certain_ids, context_len, slots), certain_ids, tree, context_len, slots)
@@ -67,7 +70,7 @@ def written_over_the_context(segment):
 
 
 @pytest.mark.parametrize("mutant", [causal, without_the_chain, by_index, keys_by_index, written_over_the_context])
-def test_tree_segment_kills(mutant):
+def test_tree_segment_detects_mutants(mutant):
     tree = TokenTree((-1, 0, 0, 1), (7, 8, 9, 8), ((1, 2), (3,), (), ()))
     slots = list(range(20))
     segment = tree_segment([5, 6, 7], tree, 4, slots)

@@ -1,4 +1,4 @@
-"""Which engines replay passes, what that takes of memory, and what is said where they cannot."""
+"""Which engines replay passes, how much memory that takes, and the messages where they cannot."""
 
 import logging
 from dataclasses import replace
@@ -40,13 +40,13 @@ def test_a_processor_replays_nothing():
         static_steps(replace(CONFIG, cuda_graphs="on"), model)
 
 
-def test_a_demand_that_cannot_be_met_is_refused_at_the_start(tmp_path):
+def test_unsupported_demand_is_refused_at_start(tmp_path):
     folder = str(model_folder(tmp_path))
     with pytest.raises(BadConfiguration, match="cuda_graphs: on: on cpu attention gathers keys"):
         build_engine(replace(CONFIG, model=folder, device="cpu", cuda_graphs="on"))
 
 
-def test_a_canary_sees_passes_as_they_come():
+def test_canary_observes_passes_without_replay():
     assert static_steps(replace(CONFIG, kv_canary=True), model_over_tables()) is None
     with pytest.raises(GraphRefused, match="kv_canary"):
         static_steps(replace(CONFIG, kv_canary=True, cuda_graphs="on"), model_over_tables())
@@ -68,14 +68,14 @@ def test_without_graphs_passes_are_padded_alike():
     assert run(engine, mixed_requests(max_tokens=16)).texts() == run(plain, mixed_requests(max_tokens=16)).texts()
 
 
-def test_a_drafter_that_reads_no_tables_drafts_as_before():
+def test_drafter_without_tables_drafts_as_before():
     engine = tiny_engine(model_over_tables(), adopt(tiny_module(), CPU), config=LIMITS)
     steps = static_steps(CONFIG, engine.target.model)
     assert steps is not None
     assert len(record(steps, LIMITS, engine.target, engine.drafter)) == 1
 
 
-def test_what_replays_keep_is_counted(tmp_path, monkeypatch):
+def test_memory_of_replays_is_counted(tmp_path, monkeypatch):
     folder = str(model_folder(tmp_path))
     config = replace(CONFIG, model=folder, drafter="model", draft_model=folder)
     assert memory_need(config, "float32", CPU).replays == 0
@@ -92,7 +92,7 @@ def test_what_replays_keep_is_counted(tmp_path, monkeypatch):
 
 
 def test_the_largest_table_has_room():
-    """Of every sequence at its longest, and of one chunk whose tokens see each other."""
+    """Of all sequences at full length, and of one chunk whose tokens see each other."""
     assert table_capacity(LIMITS) == 8 * 64 + 24 * 24
 
 
@@ -104,7 +104,7 @@ class Failing(CudaGraphs):
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
 
-def test_a_capture_that_fails_is_told_of_once(caplog):
+def test_failed_capture_is_logged_once(caplog):
     graphs, run = Failing(is_required=False), partial(torch.zeros, 1)
     with caplog.at_level(logging.WARNING):
         assert graphs.record(run) is run
@@ -112,7 +112,7 @@ def test_a_capture_that_fails_is_told_of_once(caplog):
     assert caplog.messages == ["CUDA graphs are off: operation not permitted when stream is capturing"]
 
 
-def test_why_a_capture_failed_is_told_and_not_that_it_could_not_be_ended(caplog, monkeypatch):
+def test_capture_error_is_logged_not_cleanup_error(caplog, monkeypatch):
     def run():
         try:
             raise RuntimeError("it looked at a number")
@@ -126,7 +126,7 @@ def test_why_a_capture_failed_is_told_and_not_that_it_could_not_be_ended(caplog,
     assert caplog.messages == ["CUDA graphs are off: it looked at a number"]
 
 
-def test_observers_come_before_what_they_are_told_is_recorded():
+def test_observers_register_before_recording():
     engine = tiny_engine(model_over_tables(), model_over_tables(), config=LIMITS)
     steps = static_steps(CONFIG, engine.target.model)
     assert steps is not None
@@ -135,6 +135,6 @@ def test_observers_come_before_what_they_are_told_is_recorded():
         engine.target.report_to(HeadDrafter("head", random_head(), engine.target.model, LIMITS.num_slots))
 
 
-def test_a_capture_that_must_not_fail_is_an_error():
+def test_required_capture_failure_is_an_error():
     with pytest.raises(GraphRefused, match="a pass cannot be captured: operation not permitted"):
         Failing(is_required=True).record(partial(torch.zeros, 1))

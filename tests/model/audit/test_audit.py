@@ -88,7 +88,7 @@ def test_the_policy_may_choose_the_tree():
 
 
 def draft_believed(self, forest, target_probs_NV, keys):
-    """Accept the first path whole, whatever the target says of it."""
+    """Accept the first path completely, whatever the target's probabilities."""
     return [
         Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
         for tree, one in zip(forest.trees, _JUDGE(self, forest, target_probs_NV, keys), strict=True)
@@ -96,12 +96,12 @@ def draft_believed(self, forest, target_probs_NV, keys):
 
 
 def uniform_residual(self, level, prefix_P):
-    """Draw the extra token from a uniform law."""
+    """Draw the extra token from a uniform distribution."""
     return torch.ones_like(_WEIGHTS(self, level, prefix_P))
 
 
 def from_the_root(self, forest, target_probs_NV, keys):
-    """Draw the extra token from the law after the root, wherever the path ends."""
+    """Draw the extra token from the distribution after the root, wherever the path ends."""
     roots_BV = target_probs_NV[list(forest.offsets[:-1])]
     extras = two_phase.draw(roots_BV, torch.tensor(two_phase._uniforms(keys, Stream.EXTRA), dtype=torch.float64)).tolist()
     return [Verdict(one.path, extra) for one, extra in zip(_JUDGE(self, forest, target_probs_NV, keys), extras, strict=True)]
@@ -160,7 +160,7 @@ class Kept(WithoutReplacement):
 
 @dataclass(frozen=True)
 class Table:
-    """Laws of tokens 3 to 5 under which a rule's slip shows in few samples, and its verifier, tree and slip."""
+    """Distributions of tokens 3 to 5 that expose an error of a rule in few samples, with its verifier, tree and error."""
 
     verifier: str
     slip: object
@@ -203,22 +203,22 @@ def table_report(table: Table) -> Report:
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_a_slip_in_a_rules_formula_is_found(table, monkeypatch):
-    """The rule itself, under the same laws, passes."""
+def test_error_in_rule_formula_is_detected(table, monkeypatch):
+    """The unchanged rule passes under the same distributions."""
     assert is_lawful(table_report(table))
     broken = TwoPhase(table.verifier, table.slip, BottomUp())
     monkeypatch.setitem(rules._REGISTRY, table.verifier, lambda: broken)
     assert not is_lawful(table_report(table))
 
 
-def likeliest_as_draws(asked, logits_PM, probs, vocab):
-    """Take the likeliest tokens for children and show the law as if they had been drawn from it."""
-    probs_PM = children._recorded_probs(asked, logits_PM, probs, vocab)
-    width = max(node.num_draws for node in asked)
-    return children._to_candidates(children._to_host(asked, probs_PM.topk(width).indices, probs_PM, vocab))
+def likeliest_as_draws(nodes, logits_PM, probs, vocab):
+    """Choose the likeliest tokens as children but hand over the distribution as if they had been drawn from it."""
+    probs_PM = children._recorded_probs(nodes, logits_PM, probs, vocab)
+    width = max(node.num_draws for node in nodes)
+    return children._to_candidates(children._to_host(nodes, probs_PM.topk(width).indices, probs_PM, vocab))
 
 
-def test_a_rule_of_ratios_on_chosen_children_is_found(monkeypatch):
+def test_ratio_rule_on_chosen_children_is_detected(monkeypatch):
     monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.IID, likeliest_as_draws)
     assert not is_lawful(report())
 
@@ -238,7 +238,7 @@ def one_too_few(logits_NV, sampling, rows):
 @pytest.mark.parametrize(
     ("mutant", "sampling"), [(one_too_many, SHARP), (one_too_few, SamplingParams(temperature=1.5, top_p=0.5))]
 )
-def test_a_distribution_cut_one_token_off_is_found(mutant, sampling, monkeypatch):
+def test_distribution_truncated_off_by_one_is_detected(mutant, sampling, monkeypatch):
     """In the judge and in plain decoding alike: only a reference of other make can see it."""
     monkeypatch.setattr("engine.verify.dispatch.warped_probs", mutant)
     found = report(sampling=sampling)
@@ -257,7 +257,7 @@ def extra_after_the_root(trees, choices):
 _GREEDY = coupled.judge_greedy
 
 
-def test_a_greedy_token_taken_from_the_root_is_found(monkeypatch):
+def test_greedy_token_from_root_is_detected(monkeypatch):
     monkeypatch.setattr("engine.verify.dispatch.judge_greedy", extra_after_the_root)
     found = report(num_samples=1, noise=0.01)
     assert found.greedy[0].tally.num_mismatch
@@ -272,7 +272,7 @@ def test_noise_of_a_wrong_position_is_found(monkeypatch):
     assert not found.is_lossless
 
 
-def test_noise_of_the_root_for_every_depth_is_found(monkeypatch):
+def test_root_noise_at_each_depth_is_detected(monkeypatch):
     monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: stream_key(key.seed, key.root_position + 1, Stream.TOKEN))
     found = report(num_samples=1, noise=0.01)
     assert found.coupled[0].num_unlike_texts
@@ -297,6 +297,6 @@ def test_an_audit_repeats_itself():
 def test_no_seed_is_used_twice():
     settings = (Setting(SHARP, "traversal", DELAYED), Setting(SHARP, "specinfer", DELAYED))
     plan = AuditPlan(PROMPTS, settings, first_seed=7, num_samples=20, max_tokens=1, num_choice_tokens=1)
-    said = collect(tiny_engine(*pair("llama"), config=CONFIG), plan)
-    seeds = [text.seed for part in said.sampled for text in part.texts]
+    collected = collect(tiny_engine(*pair("llama"), config=CONFIG), plan)
+    seeds = [text.seed for part in collected.sampled for text in part.texts]
     assert len(set(seeds)) == len(seeds) == 80

@@ -67,7 +67,7 @@ def outcomes(session: Session) -> dict[str, Tally]:
     return totals
 
 
-def told(auditor: Auditor) -> AuditStats:
+def stats_of(auditor: Auditor) -> AuditStats:
     stats = auditor.taken_stats()
     assert stats is not None
     return stats
@@ -82,7 +82,7 @@ def unseeded(number: int, max_tokens: int = 8, **sampling) -> Request:
 
 
 def everything() -> list[Request]:
-    """Return requests of all kinds, with every parameter that a law depends on."""
+    """Return requests of all kinds, with every parameter that changes a distribution."""
     edits: dict[str, Any] = {
         "presence_penalty": 0.6,
         "frequency_penalty": 0.3,
@@ -102,14 +102,14 @@ def everything() -> list[Request]:
 
 @pytest.mark.usefixtures("numbered_secrets")
 def test_a_resumed_request_is_not_audited():
-    """Its first tokens were told by another engine: those that come here would be judged at the wrong places."""
+    """Another engine returned the first tokens. The audit would judge the later tokens at the wrong positions."""
     begun, resumed = greedy("begun", PROMPT), replace(greedy("resumed", PROMPT), progress=Progress((7, 8)))
     alone, both = (run(audited(), requests) for requests in ([begun], [begun, resumed]))
     assert sum(tally.num_tokens for tally in outcomes(both).values()) == 8
     assert outcomes(both) == outcomes(alone)
 
 
-def test_what_a_sound_engine_says_is_right():
+def test_sound_engine_passes_the_audit():
     session = run(audited(num_tokens=6), everything())
     assert outcomes(session) == {Check.GREEDY: Tally(12), Check.COUPLED: Tally(12), Check.SAMPLED: Tally(12)}
     assert sum(bins(session)) == 12
@@ -118,7 +118,7 @@ def test_what_a_sound_engine_says_is_right():
 
 @pytest.mark.usefixtures("numbered_secrets")
 @pytest.mark.parametrize("verifier", ["traversal", "specinfer", "block"])
-def test_draws_of_a_sound_engine_fill_the_bins_evenly(verifier):
+def test_draws_of_sound_engine_fill_bins_evenly(verifier):
     session = run_in_turns(audited(verifier=verifier), 180)
     assert sum(bins(session)) == 180 * 8
     assert uniformity_test(bins(session)).p_value > 1e-3
@@ -144,7 +144,7 @@ def extra_after_the_root(trees, choices):
 _GREEDY = coupled.judge_greedy
 
 
-def test_a_greedy_token_taken_from_the_root_is_found(monkeypatch, caplog):
+def test_greedy_token_from_root_is_detected(monkeypatch, caplog):
     monkeypatch.setattr("engine.verify.dispatch.judge_greedy", extra_after_the_root)
     session = run(audited(noise=0.01), [greedy("g", PROMPT)])
     assert outcomes(session)[Check.GREEDY].num_mismatch
@@ -158,7 +158,7 @@ def test_noise_of_a_wrong_position_is_found(monkeypatch):
 
 
 def draft_believed(self, forest, target_probs_NV, keys):
-    """Accept the first path whole, whatever the target says of it."""
+    """Accept the first path completely, whatever the target's probabilities."""
     return [
         Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
         for tree, one in zip(forest.trees, _JUDGE(self, forest, target_probs_NV, keys), strict=True)
@@ -182,7 +182,7 @@ def one_token_more(logits_NV, sampling, rows):
 
 
 @pytest.mark.usefixtures("numbered_secrets")
-def test_tokens_that_cannot_come_are_found(monkeypatch):
+def test_impossible_tokens_are_found(monkeypatch):
     monkeypatch.setattr("engine.verify.dispatch.warped_probs", one_token_more)
     session = run(audited(), [unseeded(index, top_k=2, temperature=1.5) for index in range(20)])
     assert outcomes(session)[Check.SAMPLED].num_mismatch
@@ -213,7 +213,7 @@ def test_requests_that_are_aborted_count():
 
 
 @pytest.mark.usefixtures("numbered_secrets")
-def test_leaving_them_out_would_find_fault_with_a_sound_engine(monkeypatch):
+def test_skipping_aborted_requests_flags_sound_engine(monkeypatch):
     """The mutant: only requests that ended by themselves count."""
     write = Auditor._append
 
@@ -227,18 +227,18 @@ def test_leaving_them_out_would_find_fault_with_a_sound_engine(monkeypatch):
 
 
 @pytest.mark.usefixtures("numbered_secrets")
-def test_an_aborted_request_is_judged_by_what_it_said():
+def test_aborted_request_is_judged_by_its_tokens():
     engine = audited()
     engine.add(greedy("g", PROMPT))
     output = engine.step()
     engine.abort("g")
     session = run(engine, [])
-    num_said = min(8, sum(len(event.token_ids) for event in output.events))
-    assert outcomes(session) == {Check.GREEDY: Tally(num_said)}
+    num_tokens = min(8, sum(len(event.token_ids) for event in output.events))
+    assert outcomes(session) == {Check.GREEDY: Tally(num_tokens)}
 
 
 @pytest.mark.parametrize("max_step_tokens", [8, 20, 1024])
-def test_a_forced_text_has_the_targets_own_logits(max_step_tokens):
+def test_forced_sequence_has_the_target_logits(max_step_tokens):
     config = replace(CONFIG, max_running=8, max_step_tokens=max_step_tokens, max_model_len=256)
     engine = tiny_engine(*pair("llama"), config=config)
     text = KnownText(tuple(range(3, 60)) * 2, tuple(range(40, 55)))
@@ -256,7 +256,7 @@ def forced_logits(engine, text):
     while forcing.is_running:
         done = forcing.step()
         engine.check_integrity()
-        assert done.num_tokens <= MAX_CHUNK_TOKENS, "a client who comes now would wait for all of them"
+        assert done.num_tokens <= MAX_CHUNK_TOKENS, "a new client would wait for all of them"
         if done.logits_NV is not None:
             assert len(done.logits_NV) <= MAX_CHUNK_LOGITS
             pieces.append(done.logits_NV)
@@ -265,7 +265,7 @@ def forced_logits(engine, text):
 
 
 @pytest.mark.usefixtures("numbered_secrets")
-def test_a_request_that_comes_finds_every_slot_free_and_the_audit_begins_anew():
+def test_new_request_takes_slots_and_restarts_audit():
     """The prompt is longer than half the slots, so both cannot be in the cache."""
     config = SchedulerConfig(max_running=4, max_step_tokens=16, num_slots=64, max_model_len=64, prefix_block_tokens=0)
     engine, prompt = audited(config=config), tuple(range(3, 43))
@@ -281,7 +281,7 @@ def test_a_request_that_comes_finds_every_slot_free_and_the_audit_begins_anew():
     assert outcomes(session) == {Check.GREEDY: Tally(16)}
 
 
-def test_places_are_few_and_given_before_the_first_token():
+def test_audit_places_are_reserved_before_first_token():
     engine = audited()
     session = run(engine, [unseeded(index, max_tokens=2) for index in range(100)])
     assert sum(audit.num_dropped for audit in news(session)) == 36
@@ -301,8 +301,8 @@ def fail_at(name, monkeypatch):
 
 
 @pytest.mark.parametrize("names", [("bad",), ("bad", "good"), ("good", "bad")])
-def test_a_text_that_cannot_be_judged_takes_no_other_with_it(names, monkeypatch, caplog):
-    """What failed was dropped twice: the engine died, or a second text vanished."""
+def test_failed_judgement_drops_no_other_sequence(names, monkeypatch, caplog):
+    """The bug: a failed judgement was dropped twice. The engine died, or a second sequence vanished."""
     fail_at("bad", monkeypatch)
     session = run(audited(num_tokens=12), [greedy(name, PROMPT) for name in names])
     assert sum(audit.num_dropped for audit in news(session)) == 1
@@ -312,13 +312,13 @@ def test_a_text_that_cannot_be_judged_takes_no_other_with_it(names, monkeypatch,
 
 
 @pytest.mark.usefixtures("numbered_secrets")
-def test_of_a_text_given_up_nothing_counts(monkeypatch):
+def test_abandoned_sequence_is_not_counted(monkeypatch):
     fail_at("u1", monkeypatch)
     session = run(audited(num_tokens=12), [unseeded(1, max_tokens=12)])
     assert sum(map(sum, (audit.pit_bins for audit in news(session)))) == 0
 
 
-def test_a_pass_that_fails_is_no_step_of_a_request(monkeypatch):
+def test_failed_pass_counts_for_no_request(monkeypatch):
     fail_at("bad", monkeypatch)
     session = run(audited(num_tokens=12), [greedy("bad", PROMPT)])
     (failed,) = [audit for audit in news(session) if audit.num_dropped]
@@ -332,7 +332,7 @@ def test_a_pass_that_fails_is_no_step_of_a_request(monkeypatch):
 
 
 def test_the_shortest_prompt_is_judged_first():
-    """A long text at the head of the queue, which no idle moment suffices for, held all others up."""
+    """The bug: a long sequence at the head of the queue, too long for any idle moment, blocked all others."""
     auditor = Auditor(1.0, 4, tie_tolerance("float32"), seed=0)
     for name, prompt in (("long", tuple(range(40))), ("short", PROMPT), ("middle", tuple(range(9)))):
         auditor.select(greedy(name, prompt))
@@ -345,7 +345,7 @@ def test_the_shortest_prompt_is_judged_first():
     assert order == ["short", "middle", "long"]
 
 
-def test_every_series_of_the_audit_is_there_from_the_start():
+def test_all_audit_series_exist_from_the_start():
     text = ServerMetrics("tiny", 64, lambda: EngineHealth(EngineState.STARTING, 0.0, 0, "")).render().decode()
     lines = [line for line in text.splitlines() if not line.startswith("#") and "created" not in line]
     tokens = [line for line in lines if line.startswith("latebranch_audit_tokens_total{")]
@@ -357,27 +357,27 @@ def test_every_series_of_the_audit_is_there_from_the_start():
     assert any(f'bin="{NUM_BINS - 1}"' in line for line in bins_)
 
 
-def test_logits_that_are_not_finite_are_no_match():
+def test_logits_that_are_not_finite_never_match():
     auditor = Auditor(1.0, 4, tie_tolerance("float32"), seed=0)
     auditor.select(greedy("a", PROMPT))
     auditor.observe([TokenEvent("a", (4, 5), finish=FinishReason.LENGTH)])
     auditor.start()
     auditor.check(torch.full((2, 61), float("nan")))
-    assert told(auditor).outcomes == {"greedy": {"match": 0, "near_tie": 0, "mismatch": 2}}
+    assert stats_of(auditor).outcomes == {"greedy": {"match": 0, "near_tie": 0, "mismatch": 2}}
 
 
 @pytest.mark.parametrize(("temperature", "num_binned"), [(0.4, 0), (0.6, 1)])
-def test_draws_of_a_distribution_that_rounding_decides_fill_no_bin(temperature, num_binned):
-    """In bfloat16 a near tie is no mismatch, and where it is the whole law its draws are no test."""
+def test_draws_within_rounding_fill_no_bin(temperature, num_binned):
+    """In bfloat16 a near tie is no mismatch. If the near tie carries the whole distribution, its draws test nothing."""
     auditor = Auditor(1.0, 4, tie_tolerance("bfloat16"), seed=0)
     auditor.select(unseeded(1, max_tokens=1, temperature=temperature))
     auditor.observe([TokenEvent("u1", (1,), finish=FinishReason.LENGTH)])
     auditor.start()
     auditor.check(torch.tensor([[20.0, 19.75, *[0.0] * 59]]))
-    assert sum(told(auditor).pit_bins) == num_binned
+    assert sum(stats_of(auditor).pit_bins) == num_binned
 
 
-def test_a_request_that_ends_in_an_error_is_not_judged():
+def test_failed_request_is_not_judged():
     auditor = Auditor(1.0, 4, tie_tolerance("float32"), seed=0)
     auditor.select(greedy("a", PROMPT))
     auditor.observe([TokenEvent("a", (4,)), TokenEvent("a", finish=FinishReason.ERROR, error="x")])
@@ -385,7 +385,7 @@ def test_a_request_that_ends_in_an_error_is_not_judged():
     assert auditor.taken_stats() is None
 
 
-def test_the_share_is_a_matter_of_the_name():
+def test_audited_share_is_selected_by_name():
     chosen = [name for name in map(str, range(4000)) if is_selected(name, 0.1)]
     assert 300 < len(chosen) < 500
     assert set(chosen) <= {name for name in map(str, range(4000)) if is_selected(name, 0.2)}
@@ -405,19 +405,19 @@ def test_the_share_is_a_matter_of_the_name():
         (1.0, 3, "traversal", None),  # the same seed may come again and again: no fresh draws
     ],
 )
-def test_what_can_be_checked_of_a_request(temperature, seed, verifier, check):
+def test_checkable_requests_are_selected(temperature, seed, verifier, check):
     request = Request("r", PROMPT, SamplingParams(temperature, seed=seed), Speculation(verifier=verifier))
     assert check_of(request) is check
 
 
-def test_a_worker_turns_an_audit_only_if_one_is_wanted(monkeypatch):
+def test_worker_runs_audit_only_if_enabled(monkeypatch):
     monkeypatch.setattr("engine.build.build_engine", lambda config, adaptive, **_: tiny_engine(*pair("llama")))
     assert isinstance(build_served(EngineConfig("tiny")), Engine)
     engine: Any = build_served(EngineConfig("tiny", audit_share=1.0, audit_tokens=3))
     assert outcomes(run(engine, [greedy("g", PROMPT)])) == {Check.GREEDY: Tally(3)}
 
 
-async def test_a_served_engine_tells_of_its_audit():
+async def test_served_engine_reports_its_audit():
     """From the engine's thread to the exposition text."""
     engine = InProcessEngine(audited, CONFIG)
     metrics = ServerMetrics("tiny", 64, lambda: engine.health)
@@ -431,7 +431,7 @@ async def test_a_served_engine_tells_of_its_audit():
 
 
 async def audited_text(metrics):
-    """Return the exposition text once the audit has told of the request."""
+    """Return the exposition text once it reports the audit of the request."""
     while True:
         text = metrics.render().decode()
         if 'check="greedy",engine="0",model_name="tiny",outcome="match"} 8.0' in text:

@@ -74,7 +74,7 @@ def test_a_violation_cannot_be_overlooked(report):
     assert not impossible.is_lossless
 
 
-def test_an_audit_that_could_find_nothing_is_no_proof(report):
+def test_audit_without_power_is_inconclusive(report):
     """The bug: without any accepted draft, or with few samples, it passed."""
     assert report.verdict is AuditVerdict.LOSSLESS
     (draws,) = report.sampled
@@ -92,7 +92,7 @@ def test_an_audit_that_could_find_nothing_is_no_proof(report):
     assert wrong.verdict is AuditVerdict.VIOLATION
 
 
-def test_first_tokens_are_tested_however_few_the_samples():
+def test_first_tokens_are_tested_with_few_samples():
     setting = Setting(SamplingParams(1.5, top_k=4), "traversal", CHAIN)
     plan = AuditPlan(((5, 9, 33, 4),), (setting,), first_seed=7, num_samples=40, max_tokens=3, num_choice_tokens=8)
     (draws,) = examine(collect(tiny_engine(*pair("llama")), plan), Reference(own_module("llama"))).sampled
@@ -105,11 +105,11 @@ def test_the_level_is_shared_by_all_tests(report):
     assert report.num_tests == sum(draws.num_tests for draws in report.sampled) > 2
 
 
-def test_bfloat16_is_told_to_include_rounding(report):
+def test_bfloat16_verdict_mentions_rounding(report):
     assert "rounding" in text_of(replace(report, reference_dtype="bfloat16"))
 
 
-def test_the_json_line_holds_everything(report):
+def test_json_line_contains_all_fields(report):
     line = as_json(report, tiny_engine(*pair("llama")).info)
     read = json.loads(line)
     assert "\n" not in line
@@ -128,7 +128,7 @@ def test_an_infinite_gap_is_still_json(report):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def audits(monkeypatch):
     """Return the arguments that the audit is run with; nothing is run, and a violation is found."""
     calls: list[argparse.Namespace] = []
 
@@ -140,10 +140,10 @@ def asked(monkeypatch):
     return calls
 
 
-def test_arguments_become_a_plan(asked):
+def test_arguments_become_a_plan(audits):
     arguments = "--temperatures 1 0.5 --top-p 0.9 --verifiers traversal rrsw --expansions 0.2.2 --samples 9 --first-seed 4"
     assert server.cli.main.main(["audit", *arguments.split()]) == 1
-    plan = plan_of(asked[0], ((1, 2),))
+    plan = plan_of(audits[0], ((1, 2),))
     assert [setting.name for setting in plan.settings] == [
         "temperature 1 top_p 0.9, traversal 0.2.2",
         "temperature 1 top_p 0.9, rrsw 0.2.2",
@@ -153,11 +153,11 @@ def test_arguments_become_a_plan(asked):
     assert (plan.num_samples, plan.first_seed, plan.alpha) == (9, 4, 1e-3)
 
 
-def test_what_is_configured_is_audited(asked, tmp_path):
+def test_configured_engine_is_audited(audits, tmp_path):
     (tmp_path / "s.yaml").write_text("verifier: block\nexpansion: 5.1.0\n")
     server.cli.main.main(["audit", "--config", str(tmp_path / "s.yaml")])
-    assert {setting.verifier for setting in plan_of(asked[0], ((1,),)).settings} == {"block"}
-    assert {str(setting.expansion) for setting in plan_of(asked[0], ((1,),)).settings} == {"5.1.0", "None"}
+    assert {setting.verifier for setting in plan_of(audits[0], ((1,),)).settings} == {"block"}
+    assert {str(setting.expansion) for setting in plan_of(audits[0], ((1,),)).settings} == {"5.1.0", "None"}
 
 
 MISTAKES = [
@@ -173,7 +173,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES)
-def test_mistakes_are_one_line_and_told_before_a_model_is_loaded(arguments, words, capsys, monkeypatch):
+def test_mistakes_are_one_line_before_model_load(arguments, words, capsys, monkeypatch):
     monkeypatch.setattr("server.cli.audit_run.tool_engine", None)
     assert server.cli.main.main(["audit", *arguments]) == 2
     error = capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_no_speculation_is_nothing_to_audit(tmp_path, capsys):
     assert "without a drafter" in capsys.readouterr().err
 
 
-def test_what_the_engine_refuses_is_one_line(monkeypatch, capsys):
+def test_engine_refusal_is_one_line(monkeypatch, capsys):
     def refuse(*_):
         raise BadConfiguration("not this")
 
@@ -200,7 +200,7 @@ def test_what_the_engine_refuses_is_one_line(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments", [["--samples", "0"], ["--temperatures", "0"], ["--top-p", "1.1"], ["--alpha", "1"], ["--first-seed", "-1"]]
 )
-def test_numbers_that_the_audit_cannot_use_are_refused(arguments, capsys):
+def test_unusable_numbers_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         server.cli.main.main(["audit", *arguments])
     assert exit_.value.code == 2
@@ -209,14 +209,14 @@ def test_numbers_that_the_audit_cannot_use_are_refused(arguments, capsys):
     assert arguments[1] in error
 
 
-def test_an_adaptive_policy_is_audited_beside_the_configured_tree(asked, tmp_path):
+def test_adaptive_policy_is_audited_beside_configured_tree(audits, tmp_path):
     (tmp_path / "s.yaml").write_text("policy: adaptive\nexpansion: 5.1.0\n")
     server.cli.main.main(["audit", "--config", str(tmp_path / "s.yaml"), "--top-k", "0", "--min-p", "0"])
-    assert [setting.expansion for setting in plan_of(asked[0], ((1,),)).settings] == [Expansion(5, 1, 0), None] * 2
+    assert [setting.expansion for setting in plan_of(audits[0], ((1,),)).settings] == [Expansion(5, 1, 0), None] * 2
 
 
 @pytest.mark.parametrize("failure", [AuditRequestFailed("no memory"), IntegrityError("a slot is lost")])
-def test_an_engine_that_fails_is_no_mistake_in_what_was_asked(failure, monkeypatch, capsys):
+def test_engine_failure_is_no_usage_error(failure, monkeypatch, capsys):
     def fail(*_):
         raise failure
 
@@ -226,7 +226,7 @@ def test_an_engine_that_fails_is_no_mistake_in_what_was_asked(failure, monkeypat
 
 
 @pytest.mark.parametrize("edit", [{"logit_bias": ((3, 1.0),)}, {"allowed_token_ids": (3,)}, {"min_tokens": 1}])
-def test_what_the_reference_lacks_cannot_be_planned(edit):
+def test_unsupported_parameters_cannot_be_planned(edit):
     with pytest.raises(ValueError, match="cannot be audited"):
         AuditPlan(((1,),), (Setting(SamplingParams(**edit), "traversal"),), first_seed=7)
 
@@ -269,14 +269,14 @@ def run_whole(folder: Path) -> int:
     return server.cli.main.main(["audit", *arguments])
 
 
-def test_a_sound_pair_passes_from_the_command_line(pair_on_disk, capsys):
+def test_sound_pair_passes_from_command_line(pair_on_disk, capsys):
     assert run_whole(pair_on_disk) == 0
     *text, line = capsys.readouterr().out.splitlines()
     assert json.loads(line)["is_lossless"] is True
     assert any(one.startswith("LOSSLESS as far") for one in text)
 
 
-def test_a_broken_verifier_fails_from_the_command_line(pair_on_disk, capsys, monkeypatch):
+def test_broken_verifier_fails_from_command_line(pair_on_disk, capsys, monkeypatch):
     monkeypatch.setattr(
         two_phase.PlannedForest, "extra_weights", lambda self, level, prefix_P: torch.ones_like(_WEIGHTS(self, level, prefix_P))
     )
@@ -287,7 +287,7 @@ def test_a_broken_verifier_fails_from_the_command_line(pair_on_disk, capsys, mon
 _WEIGHTS = two_phase.PlannedForest.extra_weights
 
 
-def test_a_tool_writes_no_trace_of_the_server(pair_on_disk):
+def test_tool_writes_no_server_trace(pair_on_disk):
     settings = load_settings(pair_on_disk / "s.yaml", {})
     assert (settings.to_engine_config().trace_file, settings.to_engine_config().audit_share) == (str(pair_on_disk / "trace"), 1.0)
     assert (settings.to_tool_config().trace_file, settings.to_tool_config().audit_share) == (None, 0.0)

@@ -16,18 +16,18 @@ from engine.sampling.distributions import warped_probs
 from engine.sampling.noise import uniforms
 from tests.model.tiny import own_logits, own_module
 
-LAW = torch.softmax(torch.linspace(3.0, -6.0, 40, dtype=torch.float64), 0)
+PROBS = torch.softmax(torch.linspace(3.0, -6.0, 40, dtype=torch.float64), 0)
 
 
 def drawn(probs_V, number, key):
-    """Return draws of a law by inverse distribution function."""
+    """Return draws from a distribution by its inverse distribution function."""
     points = uniforms([key], number)[0] * probs_V.sum()
     return torch.searchsorted(probs_V.cumsum(-1), points, right=True).clamp(max=len(probs_V) - 1).tolist()
 
 
 def sample_of(probs_V, number, key):
-    counts = torch.bincount(torch.tensor(drawn(probs_V, number, key)), minlength=len(LAW))
-    return likelihood_ratio_test(counts.tolist(), (LAW * number).tolist())
+    counts = torch.bincount(torch.tensor(drawn(probs_V, number, key)), minlength=len(PROBS))
+    return likelihood_ratio_test(counts.tolist(), (PROBS * number).tolist())
 
 
 @pytest.mark.parametrize(
@@ -38,26 +38,26 @@ def test_p_values_are_those_of_the_tables(statistic, freedom, p):
 
 
 def test_false_alarms_are_as_rare_as_promised():
-    p_values = [sample_of(LAW, 400, key).p_value for key in range(3000)]
+    p_values = [sample_of(PROBS, 400, key).p_value for key in range(3000)]
     for level in (0.1, 0.01):
         expected = 3000 * level
         assert abs(sum(p < level for p in p_values) - expected) < 4 * math.sqrt(expected)
 
 
-def test_what_a_test_says_it_finds_it_finds():
-    """A law moved by just the detectable distance is found about nine times in ten; half the distance much less often."""
+def test_stated_detection_power_is_reached():
+    """A shift by the detectable distance is found about nine times in ten; half the distance much less often."""
     level, number = 1e-3, 400
-    distance = sample_of(LAW, number, 0).detectable(level)
+    distance = sample_of(PROBS, number, 0).detectable(level)
 
     def found(share):
-        moved = LAW * torch.where(torch.arange(40) < 4, 1.0 - share / LAW[:4].sum(), 1.0 + share / LAW[4:].sum())
+        moved = PROBS * torch.where(torch.arange(40) < 4, 1.0 - share / PROBS[:4].sum(), 1.0 + share / PROBS[4:].sum())
         return sum(sample_of(moved, number, 10_000 + key).p_value < level for key in range(200)) / 200
 
     assert found(distance) > 0.85
     assert found(distance / 3) < 0.4
 
 
-def test_small_cells_are_pooled_and_nothing_is_lost():
+def test_small_cells_are_pooled_without_loss():
     cells = pooled_cells([1, 2, 50, 3, 44], [2.0, 3.0, 50.0, 4.0, 41.0])
     assert cells == [(50, 50.0), (50, 50.0)] or sum(o for o, _ in cells) == 100
     assert all(expected >= 10 for _, expected in cells)
@@ -72,8 +72,8 @@ def test_tests_add_up():
 
 
 def transforms(order):
-    """Return the transform of draws from many laws, the tokens of each law in another order."""
-    probs_NV = torch.stack([LAW[torch.randperm(40, generator=torch.Generator().manual_seed(i))] for i in range(4000)])
+    """Return the transform of draws from many distributions, each with its tokens in another order."""
+    probs_NV = torch.stack([PROBS[torch.randperm(40, generator=torch.Generator().manual_seed(i))] for i in range(4000)])
     ids = [drawn(probs_V, 1, key)[0] for key, probs_V in enumerate(probs_NV)]
     return pit_values(order(probs_NV), ids, [uniform(5, i) for i in range(4000)])
 
@@ -83,21 +83,21 @@ def test_draws_of_any_distributions_become_uniform():
 
 
 @pytest.mark.parametrize("power", [0.8, 1.25])
-def test_a_distribution_too_flat_or_too_peaked_is_found(power):
+def test_flat_or_peaked_distribution_is_detected(power):
     def other(probs_NV):
         return probs_NV**power / (probs_NV**power).sum(-1, keepdim=True)
 
     assert uniformity_test(bin_counts(transforms(other))).p_value < 1e-6
 
 
-def test_a_transform_lies_inside_its_tokens_part():
+def test_transform_is_inside_the_tokens_part():
     probs = torch.tensor([[0.2, 0.5, 0.3]] * 3, dtype=torch.float64)
     assert pit_values(probs, [1, 2, 0], [0.5, 0.5, 0.5]) == pytest.approx([0.25, 0.65, 0.9])
     assert pit_values(torch.full((2, 2), 0.5), [0, 1], [0.5, 0.5]) == pytest.approx([0.25, 0.75])  # ties by token id
     assert len(bin_counts([0.0, 1.0])) == NUM_BINS
 
 
-def test_near_ties_and_mistakes_are_told_apart():
+def test_near_ties_are_separate_from_mistakes():
     logits = torch.tensor([[1.0, 3.0, 2.9995], [5.0, 1.0, 2.0]])
     gaps = greedy_gaps(logits, [2, 1])
     assert tally_gaps(gaps, tie_tolerance("float32")) == Tally(0, 1, 1, 4.0)
@@ -113,7 +113,7 @@ def test_near_ties_and_mistakes_are_told_apart():
         (SamplingParams(min_p=0.20001), 3, 4),
     ],
 )
-def test_the_edge_of_a_distribution_is_as_wide_as_rounding(sampling, edge, outside):
+def test_distribution_edge_is_as_wide_as_rounding(sampling, edge, outside):
     probs = torch.tensor([[0.5, 0.15, 0.1499999, 0.1, 0.09, 0.0100001]], dtype=torch.float64)
     support = support_of(lambda params: warped(probs.log(), params), probs.log(), sampling, 1e-3)
     assert support.tally([0]) == Tally(1)
@@ -127,8 +127,8 @@ def test_the_edge_of_a_distribution_is_as_wide_as_rounding(sampling, edge, outsi
 
 @pytest.mark.parametrize(("temperature", "tolerance"), [(0.001, 0.5), (1e-10, 1e-3)])
 @pytest.mark.parametrize("truncation", [{}, {"top_p": 0.95}])
-def test_a_near_tie_of_a_sharp_distribution_is_possible(temperature, tolerance, truncation):
-    """The bug: float32 laws underflow to 0 where a logit lies hardly below the top, and a sound engine was called lossy."""
+def test_near_tie_of_sharp_distribution_is_possible(temperature, tolerance, truncation):
+    """The bug: float32 probabilities underflow to 0 where a logit is slightly below the top. A sound engine was called lossy."""
     logits_NV = torch.tensor([[20.0, 20.0 - tolerance / 2, 20.0 - 2 * tolerance, 0.0]])
     sampling = SamplingParams(temperature, **truncation)
     support = support_of(lambda params: warped_probs(logits_NV, [params]), logits_NV, sampling, tolerance)
@@ -140,7 +140,7 @@ def test_a_near_tie_of_a_sharp_distribution_is_possible(temperature, tolerance, 
     assert support.coupled_gaps(noise_NV, [1])[0] <= tolerance / temperature < support.coupled_gaps(noise_NV, [2])[0]
 
 
-def test_draws_that_test_nothing_do_not_make_a_sum_look_surer():
+def test_degenerate_draws_do_not_shrink_the_error():
     informative, fixed = ChiSquare(3.0, 2, 100), ChiSquare(0.0, 0, 100)
     together_, worst = _summary("first token", [informative, *[fixed] * 9])
     assert (together_.test, together_.num_laws) == (informative, 1)
@@ -148,14 +148,14 @@ def test_draws_that_test_nothing_do_not_make_a_sum_look_surer():
     assert worst.test == informative
 
 
-def test_the_last_token_of_a_nucleus_is_sure():
+def test_last_nucleus_token_is_certain():
     """The bug: it was taken for one at the edge, so that an engine that never chose it went unnoticed."""
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
     support = support_of(lambda params: warped(probs.log(), params), probs.log(), SamplingParams(top_p=0.9), 1e-3)
     assert support.is_sure_NV.tolist() == support.is_perhaps_NV.tolist() == [[True, True, True, False]]
 
 
-def test_the_reference_is_transformers_own_forward_text_by_text():
+def test_reference_is_transformers_forward_per_sequence():
     texts = [(5, 9, 33, 4), (7, 8, 3), (3, 4, 5, 6), (11, 12, 13)]
     found = Reference(own_module("llama")).logits(texts, 2)
     expected = own_logits("llama", texts)
@@ -163,7 +163,7 @@ def test_the_reference_is_transformers_own_forward_text_by_text():
         assert torch.allclose(found[index].float(), expected[index, len(text) - 2 : len(text)], atol=1e-4)
 
 
-def test_penalties_look_at_what_was_said_before_each_row():
+def test_penalties_count_tokens_before_each_row():
     logits = torch.tensor([[2.0, -2.0, 1.0, 1.0]] * 3, dtype=torch.float64)
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
     rows = penalised(logits, [0, 1], [2, 2], params)

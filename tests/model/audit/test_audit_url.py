@@ -134,7 +134,7 @@ class ConstantSeed(stand_in.StandIn):
 
 
 def test_a_constant_default_seed_is_no_violation(folder):
-    """The bug: equal texts without a seed would fail every test of frequencies; a few equal texts by chance are none."""
+    """The bug: equal completions without a seed would fail each frequency test. A few equal ones by chance are no fault."""
     found = report(ConstantSeed, folder, 500)
     assert not violations(found), as_text(found)
     assert "all are alike" in as_text(found)
@@ -166,7 +166,7 @@ def test_the_order_of_cuts_is_the_servers(folder, monkeypatch):
     assert not {one.setting for one in found.results if "top_p" in one.setting and one.at(found.level) is CheckVerdict.VIOLATION}
 
 
-def test_the_report_is_text_and_json(folder):
+def test_report_is_text_and_json(folder):
     found = report(stand_in.LooseAtZero, folder, 200)
     text, read = as_text(found), json.loads(as_json(found))
     assert "VIOLATION" in text
@@ -182,7 +182,7 @@ def test_an_absent_server_is_one_sentence(url, capsys):
     assert "cannot be reached" in capsys.readouterr().err
 
 
-def test_a_server_that_goes_away_is_one_sentence(folder):
+def test_disconnected_server_is_a_one_line_error(folder):
     class Ending(stand_in.StandIn):
         num_left = 60
 

@@ -1,4 +1,4 @@
-"""The table of drafters: who runs what, in which order, over whose weights; and that its figures are the measurements'."""
+"""The table of drafters: which contender runs what, in which order and over which weights. Its figures are the measurements."""
 
 import json
 import sys
@@ -65,7 +65,7 @@ def place(line_: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(line_[name] for name in ("round", "kind", "prompt", "temperature"))
 
 
-def test_every_contender_meets_every_prompt_in_every_round(two_rounds):
+def test_contenders_get_all_prompts_each_round(two_rounds):
     header, *lines = two_rounds
     assert len({place(one) for one in lines}) == 2 * 3 * 2
     assert len({(*place(one), one["drafter"], one["tree"]) for one in lines}) == len(lines) == 2 * 3 * 2 * len(DRAFTERS)
@@ -85,10 +85,10 @@ def test_a_line_adds_up_its_steps(two_rounds):
     assert sum(accepted) > len(accepted)  # the draft model is the target
 
 
-def test_blocks_and_contenders_come_in_another_order_each_round(two_rounds):
+def test_blocks_and_contenders_are_shuffled_each_round(two_rounds):
     rounds = [[one for one in two_rounds[1:] if one["round"] == number] for number in range(2)]
     assert len({tuple(place(one)[1:] for one in lines) for lines in rounds}) == 2
-    assert len({one["drafter"] for one in two_rounds[1 :: len(DRAFTERS)]}) > 1  # who begins a block
+    assert len({one["drafter"] for one in two_rounds[1 :: len(DRAFTERS)]}) > 1  # the first of a block
 
 
 def test_a_batch_runs_its_prompts_together(stable, tmp_path):
@@ -118,22 +118,24 @@ def test_a_drafter_gets_its_own_parts_alone(stable):
 
 
 @pytest.mark.parametrize(("tree", "verifier"), [(CHAIN, "traversal"), (HEAP, "traversal"), (BEAM, "nss"), (None, "traversal")])
-def test_a_tree_is_judged_by_a_rule_that_is_exact_on_it(tree, verifier):
+def test_tree_uses_a_rule_exact_on_it(tree, verifier):
     assert Contender("model", tree).speculation("traversal").verifier == verifier
     assert not PLAINLY.speculation("traversal").is_enabled
 
 
-def test_seeds_and_predictions_are_the_same_for_every_contender():
+def test_seeds_and_predictions_are_equal_across_contenders():
     plan = design(temperatures=(1.0,))
     for block in blocks_of(plan, PROMPTS, 1):
-        told = [[(r.request_id, r.sampling, r.prediction_ids) for r in block.requests(one, plan)] for one in plan.contenders]
-        assert all(one == told[0] for one in told)
-        assert {request[1].seed for request in told[0]} == {1000 + block.first}
+        requests_of_contenders = [
+            [(r.request_id, r.sampling, r.prediction_ids) for r in block.requests(one, plan)] for one in plan.contenders
+        ]
+        assert all(one == requests_of_contenders[0] for one in requests_of_contenders)
+        assert {request[1].seed for request in requests_of_contenders[0]} == {1000 + block.first}
     requests: list[Request] = [r for block in blocks_of(plan, PROMPTS, 1) for r in block.requests(PLAINLY, plan)]
     assert sorted(len(request.prediction_ids) for request in requests) == [0, 0, 3]
 
 
-def test_a_greedy_text_that_differs_stops_the_run(stable, tmp_path, monkeypatch):
+def test_different_greedy_completion_stops_the_run(stable, tmp_path, monkeypatch):
     """The mutant: the extra token is 1 more than it should be, but only where something was drafted."""
     judge = coupled.judge_greedy
 
@@ -166,8 +168,8 @@ def line(drafter: str, kind: str, prompt: int, tokens_per_s: float, foreign_cpus
     }
     after = {**sums, "step_s": sums["step_s"] / 2, "verify_s": sums["verify_s"] / 2}
     where = {"type": "run", "run": "r", "round": 0, "kind": kind, "prompt": prompt, "temperature": 0.7}
-    who = {"drafter": drafter, "tree": "3.1.0", "foreign_cpus": foreign_cpus}
-    return {**where, **who, "all": sums, "after_prompt": after}
+    contender = {"drafter": drafter, "tree": "3.1.0", "foreign_cpus": foreign_cpus}
+    return {**where, **contender, "all": sums, "after_prompt": after}
 
 
 def written(path: Path, lines: list[dict[str, Any]]) -> Path:
@@ -191,7 +193,7 @@ def test_the_table_counts_right(tmp_path):
     assert "0 of 4 blocks left out" in text
 
 
-def test_disturbed_blocks_and_blocks_without_plain_decoding_are_left_out(tmp_path):
+def test_disturbed_and_unpaired_blocks_are_dropped(tmp_path):
     lines = [
         line("none", "code", 0, 10.0),
         line("ngram", "code", 0, 20.0),
@@ -207,7 +209,7 @@ def test_disturbed_blocks_and_blocks_without_plain_decoding_are_left_out(tmp_pat
     assert "1.00, 2.00 (2.00–2.00)" not in report(path, 1.0)
 
 
-def test_the_interval_covers_the_spread_within_kinds_alone():
+def test_interval_covers_spread_within_kinds_only():
     narrow = interval({"a": [2.0] * 8, "b": [8.0] * 8})
     assert (narrow.mean, narrow.low, narrow.high) == pytest.approx((4.0, 4.0, 4.0))
     wide = interval({"a": [1.0, 4.0] * 8})
@@ -215,7 +217,7 @@ def test_the_interval_covers_the_spread_within_kinds_alone():
     assert 1.0 < wide.low < 1.7 < 2.4 < wide.high < 4.0
 
 
-def test_others_are_who_is_not_this_process(monkeypatch, tmp_path):
+def test_other_load_excludes_this_process(monkeypatch, tmp_path):
     """Two processors, one kept busy by this process and half of one by others; what guests use is in user time already."""
     stat = tmp_path / "stat"
     monkeypatch.setattr(foreign, "_STAT", stat)
@@ -253,7 +255,7 @@ def test_the_command_measures_and_reports(folder, tmp_path, monkeypatch, capsys)
     assert "prompts prompts.yaml; predictions sent; heads none" in text
 
 
-def test_more_rounds_are_other_rounds_and_unlike_runs_are_no_table(folder, tmp_path, monkeypatch):
+def test_more_rounds_continue_and_unlike_runs_fail(folder, tmp_path, monkeypatch):
     config, prompts, out = tmp_path / "config.yaml", tmp_path / "prompts.yaml", tmp_path / "out.jsonl"
     config.write_text(f"model: {folder}\nnum_slots: 512\nmax_model_len: 256\nexpansion: 2.1.0\n")
     prompts.write_text("code:\n  - w7 w8 w9\n")
@@ -286,7 +288,7 @@ def test_a_mistake_is_one_line(folder, tmp_path, monkeypatch, flags, words):
 # The prompts
 
 
-def test_a_prompt_may_foretell_its_answer(tmp_path):
+def test_prompt_may_predict_its_answer(tmp_path):
     file = tmp_path / "prompts.yaml"
     file.write_text("edit:\n  - text: change this\n    prediction: this\n  - plain\n")
     assert load_prompts(file, [], 9) == {"edit": (Prompt("change this", "this"), Prompt("plain"))}
@@ -297,7 +299,7 @@ def test_a_prompt_may_foretell_its_answer(tmp_path):
             load_prompts(file, [], 9)
 
 
-def test_the_prompts_of_the_repository_have_six_of_each_kind():
+def test_repository_prompts_have_six_per_kind():
     kinds = load_prompts(Path(__file__).parents[3] / "configs" / "bench_prompts.yaml", [], 99)
     assert list(kinds) == ["code", "prose", "translation", "maths", "edit", "summary"]
     assert {len(of_kind) for of_kind in kinds.values()} == {6}

@@ -49,13 +49,13 @@ def test_every_part_writes_its_figures(tmp_path, monkeypatch):
     assert "| tiny | torch.float32 | trees, padded |" in text
 
 
-def test_what_there_is_no_time_for_is_said(tmp_path, monkeypatch):
+def test_skipped_measurements_are_reported(tmp_path, monkeypatch):
     _, found, text = run_bench(tmp_path, monkeypatch, "--minutes", "0")
     assert [figure["part"] for figure in found if "are over" in figure.get("left_out", "")] == ["attention", "pass"]
     assert "pass: left out" in text
 
 
-def test_a_wrong_text_is_found(figures, monkeypatch):
+def test_wrong_sequence_is_detected(figures, monkeypatch):
     table_of = table.table_of
 
     def causally(batch, *rest):
@@ -78,7 +78,7 @@ def test_a_wrong_kernel_is_found(figures, monkeypatch):
     assert kernel.check(figures, kernel.TINY_LAYERS[:1], CPU, (0, 40))
 
 
-def test_texts_are_left_out_without_what_the_engine_needs(figures, monkeypatch):
+def test_missing_package_skips_the_completions_check(figures, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named 'msgspec' ({name})", name="msgspec")
 
@@ -87,8 +87,8 @@ def test_texts_are_left_out_without_what_the_engine_needs(figures, monkeypatch):
     assert figures.of("texts") == [{"part": "texts", "left_out": "msgspec is not installed"}]
 
 
-def test_ratios_are_to_the_first_of_the_same_turn(monkeypatch):
-    """The second turn is slow for all; what is run before it counts is left out."""
+def test_ratios_are_to_first_of_same_turn(monkeypatch):
+    """The second turn is slow for all contenders. The warm-up is not counted."""
     seconds = iter([99.0, 99.0, 99.0, 99.0, 1.0, 2.0, 10.0, 40.0])
     monkeypatch.setattr("benchmarks.gpu.figures._timed", lambda run, device: next(seconds))
     times = in_turns({"first": int, "second": int}, 2, CPU)

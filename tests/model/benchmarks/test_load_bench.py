@@ -1,4 +1,4 @@
-"""The benchmark by load mixes what it says: every kind comes at every temperature, and all contenders get the same requests."""
+"""The load benchmark mixes kinds and temperatures evenly, and all contenders get the same requests."""
 
 import argparse
 from collections import Counter
@@ -24,7 +24,7 @@ def arguments(kinds=KINDS, temperatures=TEMPERATURES):
 
 
 def prompts_of(kinds, num_prompts=2):
-    """Return prompts whose first token tells the kind, kinds by turns."""
+    """Return prompts of alternating kinds. The first token of each encodes its kind."""
     return [(kind, number) for number in range(num_prompts) for kind in range(len(kinds))]
 
 
@@ -35,7 +35,7 @@ def mix(way, kinds, temperatures, batch, num_rounds):
 
 
 @pytest.mark.parametrize(("kinds", "temperatures"), [(KINDS, TEMPERATURES), (KINDS[:2], TEMPERATURES), (KINDS, (0.0, 1.0))])
-def test_every_kind_comes_at_every_temperature_as_often(way, kinds, temperatures):
+def test_kinds_and_temperatures_combine_equally_often(way, kinds, temperatures):
     """The bug: where there were as many kinds as temperatures, a kind had one temperature alone."""
     whole = len(kinds) * len(temperatures)
     requests = islice(mix(way, kinds, temperatures, batch=1, num_rounds=whole), 2 * whole)
@@ -44,7 +44,7 @@ def test_every_kind_comes_at_every_temperature_as_often(way, kinds, temperatures
     assert set(pairs.values()) == {2}
 
 
-def test_rounds_have_seeds_of_their_own_and_contenders_the_same(way):
+def test_rounds_differ_in_seeds_contenders_do_not(way):
     requests = mix(way, KINDS, TEMPERATURES, batch=4, num_rounds=3)
     seeds = [request.sampling.seed for request in requests if request.sampling.temperature]
     assert len(set(seeds)) == len(seeds)

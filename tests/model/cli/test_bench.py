@@ -1,4 +1,4 @@
-"""The benchmark counts what it says, runs what it names, and fails when speculation changes a greedy text."""
+"""The benchmark counts correctly, runs the named cases, and fails when speculation changes greedy tokens."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_every_case_makes_every_token(engine):
         assert sum(result.shares.values()) == pytest.approx(1.0)
 
 
-def test_plain_decoding_is_first_and_its_own_measure(engine):
+def test_plain_decoding_runs_first_as_baseline(engine):
     plain, *others = compare(engine, cases_of(["traversal"], SHAPES, 0.0), load(0.0), "tiny", num_rounds=1)
     assert (plain.case, plain.block_efficiency, plain.ratio) == ("plain", 1.0, 1.0)
     assert max(other.block_efficiency for other in others) > 1.5  # the tiny drafter is nearly the target
@@ -43,8 +43,8 @@ def test_concurrency_is_kept(engine):
     assert max(step.num_decoding_rows for step in run.steps) == 2
 
 
-def test_contenders_step_in_turns_whoever_has_said_least_next():
-    """One says four tokens a step for the other's one, and all is said."""
+def test_contender_with_fewest_tokens_steps_next():
+    """One engine emits four tokens a step, the other one token. Both finish all tokens."""
     engines = {"drafts": tiny_engine(*tiny_pair()), "plain": tiny_engine(*tiny_pair())}
     order: list[str] = []
     for name, one in engines.items():
@@ -52,13 +52,13 @@ def test_contenders_step_in_turns_whoever_has_said_least_next():
     cases = {"drafts": Case("traversal", SHAPES[0]), "plain": Case("traversal", PLAIN)}
     runs = in_turns({name: (one, load(0.0).requests(cases[name], 0)) for name, one in engines.items()}, batch=3)
     assert runs["drafts"].texts == runs["plain"].texts
-    said = dict.fromkeys(engines, 0)
+    num_tokens = dict.fromkeys(engines, 0)
     steps = {name: iter(run.steps) for name, run in runs.items()}
     for name in order:
-        others = [said[other] for other in engines if other != name and said[other] < 80]
-        assert said[name] <= min(others, default=80)
-        said[name] += next(steps[name]).num_generated_tokens
-    assert said == {"drafts": 80, "plain": 80}
+        others = [num_tokens[other] for other in engines if other != name and num_tokens[other] < 80]
+        assert num_tokens[name] <= min(others, default=80)
+        num_tokens[name] += next(steps[name]).num_generated_tokens
+    assert num_tokens == {"drafts": 80, "plain": 80}
 
 
 class Noting(StepObserver):
@@ -72,7 +72,7 @@ class Noting(StepObserver):
 
 
 def test_a_request_that_fails_fails_the_benchmark(engine, monkeypatch):
-    """The bug: a failed request was counted as one that had said little."""
+    """The bug: a failed request was counted as one with few tokens."""
     failed = replace(engine.step(), events=(TokenEvent("bench-0", finish=FinishReason.ERROR, error="out of memory"),))
     monkeypatch.setattr(engine, "step", lambda: failed)
     monkeypatch.setattr(engine, "add", lambda _: None)
@@ -80,17 +80,17 @@ def test_a_request_that_fails_fails_the_benchmark(engine, monkeypatch):
         run_case(engine, load(0.0).requests(Case("traversal", PLAIN), 0), concurrency=1)
 
 
-def test_at_temperature_0_one_verifier_stands_for_all():
+def test_one_verifier_is_benchmarked_at_temperature_0():
     assert [case.name for case in cases_of(["traversal", "nss"], SHAPES, 0.0)] == ["plain", "traversal 3.1.0", "traversal 1.2.2"]
     assert len(cases_of(["traversal", "nss"], SHAPES, 0.7)) == 5
 
 
-def test_the_table_has_a_line_for_each_result(engine):
+def test_table_has_one_line_per_result(engine):
     results = compare(engine, cases_of(["traversal"], SHAPES, 0.0), load(0.0), "tiny", num_rounds=1)
     assert len(table(results).splitlines()) == 1 + len(results)
 
 
-def test_a_verifier_that_changes_the_text_is_found(engine, monkeypatch):
+def test_verifier_that_changes_tokens_is_detected(engine, monkeypatch):
     """The mutant: whatever is accepted, the extra token is 1 more than it should be, but only where something was drafted."""
 
     def shifted(trees, choices):

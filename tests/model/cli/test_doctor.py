@@ -1,4 +1,4 @@
-"""`latebranch doctor`: what it says of settings is what a start would find."""
+"""`latebranch doctor` reports for given settings what a start would find."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_a_model_that_can_be_served(folder, capsys, monkeypatch):
         (("--model", "{folder}/nothing"), "model"),
     ],
 )
-def test_what_prevents_serving_is_refused(folder, capsys, flags, part, monkeypatch):
+def test_settings_that_prevent_serving_are_refused(folder, capsys, flags, part, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     status, report = _report(capsys, "--model", folder, *(flag.format(folder=folder) for flag in flags))
     assert (status, report["can_serve"]) == (1, False)
@@ -93,7 +93,7 @@ def test_integers_need_our_library(folder, capsys, monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *QUANTISED])
-def test_where_the_library_runs_no_precision_rounds_by_width(folder, capsys, monkeypatch, dtype):
+def test_precision_level_depends_on_the_library(folder, capsys, monkeypatch, dtype):
     monkeypatch.setattr(library, "is_available", lambda: True)
     _, report = _report(capsys, "--model", folder, "--dtype", dtype, "--device", "cpu")
     assert _levels(report, "precision") == ["ok"]
@@ -103,8 +103,8 @@ def test_where_the_library_runs_no_precision_rounds_by_width(folder, capsys, mon
     assert _levels(report, "precision") == [{"float32": "ok", "bfloat16": "warning"}.get(dtype, "refused")]
 
 
-def test_the_weights_take_what_is_said(folder, capsys):
-    """As many bytes as the loaded model's parameters, tied ones once."""
+def test_weights_use_the_reported_bytes(folder, capsys):
+    """As many bytes as the loaded model's parameters, with tied ones once."""
     model = load_model(Path(folder), "float32", torch.device("cpu"), "plain")
     assert num_parameters(Path(folder)) == model.module.num_parameters()
     status, report = _report(capsys, "--model", folder, "--num-slots", str(10**12))
@@ -118,7 +118,7 @@ def _selector_file(path: Path, width: int, *, expansion: str = "4.1.0", objectiv
     return str(path)
 
 
-def test_a_selector_is_held_against_the_models(folder, capsys, tmp_path):
+def test_selector_is_compared_with_the_models(folder, capsys, tmp_path):
     """Each difference by name; what fits is refused by nothing."""
     width = json.loads((Path(folder) / "config.json").read_text())["hidden_size"]
     fitting = _selector_file(tmp_path / "fitting.safetensors", width)
@@ -127,9 +127,9 @@ def test_a_selector_is_held_against_the_models(folder, capsys, tmp_path):
     other = _selector_file(tmp_path / "other.safetensors", width + 1, objective="policy")
     status, report = _report(capsys, "--model", folder, "--drafter", "ngram", "--selector", other)
     assert (status, _levels(report, "selector")) == (1, ["refused", "refused"])
-    told = [finding["text"] for finding in report["findings"] if finding["part"] == "selector"]
-    assert "trained to choose" in told[0]
-    assert f"widths {width + 1} and {width + 1}, not ({width}, {width})" in told[1]
+    texts = [finding["text"] for finding in report["findings"] if finding["part"] == "selector"]
+    assert "trained to choose" in texts[0]
+    assert f"widths {width + 1} and {width + 1}, not ({width}, {width})" in texts[1]
     trees = ("--expansion", "2.2.2")  # i.i.d. branches, of another family
     status, report = _report(capsys, "--model", folder, "--drafter", "ngram", "--selector", fitting, *trees)
     assert status == 1
@@ -164,7 +164,7 @@ def test_without_check_no_model_is_loaded(folder, capsys, checked):
 
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_check_refuses_a_model_that_differs(folder, capsys, checked, monkeypatch, is_stored):
-    """Also one that passed at an earlier start: the library or the processor may have broken since."""
+    """Also one that passed at an earlier start, because the library or the processor may have broken since."""
     if is_stored:
         assert _report(capsys, "--model", folder, "--check")[0] == 0
     right = check._driven_logits
@@ -174,7 +174,7 @@ def test_check_refuses_a_model_that_differs(folder, capsys, checked, monkeypatch
     assert "a tree-masked pass differs" in next(one["text"] for one in report["findings"] if one["part"] == "check")
 
 
-def test_check_of_a_cache_that_cannot_be_written(folder, capsys, checked, monkeypatch):
+def test_check_of_an_unwritable_cache(folder, capsys, checked, monkeypatch):
     """The bug: a file that cannot be deleted was a traceback."""
 
     def fail(*_: Any) -> None:
@@ -185,7 +185,7 @@ def test_check_of_a_cache_that_cannot_be_written(folder, capsys, checked, monkey
     assert (status, _levels(report, "check")) == (1, ["refused"])
 
 
-def test_a_preset_that_is_not_there_is_not_fetched(capsys, tmp_path, monkeypatch):
+def test_missing_preset_is_not_downloaded(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     status, report = _report(capsys, "--model", next(iter(load_presets())))
     assert status == 0
@@ -193,13 +193,13 @@ def test_a_preset_that_is_not_there_is_not_fetched(capsys, tmp_path, monkeypatch
     assert not list(WeightsCache(tmp_path).root.iterdir())
 
 
-def test_wrong_settings_are_told_as_serve_tells_them(capsys):
+def test_wrong_settings_give_the_serve_message(capsys):
     assert main(["doctor", "--max-running", "0"]) == 2
     assert "max_running" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_the_cache_takes_what_is_said(family):
+def test_cache_uses_the_reported_bytes(family):
     """Its pools, made by a real pass, have the bytes of the configuration's sizes."""
     model = tiny_model(family)
     engine = tiny_engine(model, None, PlainDecoding())
@@ -207,5 +207,5 @@ def test_the_cache_takes_what_is_said(family):
     while engine.has_work:
         engine.step()
     cache = engine.target.cache
-    num_slots = cache.num_slots + 1  # and nobody's
+    num_slots = cache.num_slots + 1  # and the dummy slot
     assert cache.num_bytes == num_slots * cache_bytes_per_token(model.module.config, torch.float32)

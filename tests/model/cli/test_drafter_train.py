@@ -56,7 +56,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     return target, work
 
 
-def test_a_head_comes_with_its_recipe_and_its_curve(made):
+def test_head_is_written_with_recipe_and_curve(made):
     target, work = made
     head, recipe = DraftHead.load(work / "head.safetensors")
     assert head.shape.feature_layers == (1, 2, 3)
@@ -72,7 +72,7 @@ def test_a_head_comes_with_its_recipe_and_its_curve(made):
     assert all({"update", "loss", "overlap", "norm"} == set(point) for point in curve)
 
 
-def test_what_cannot_be_made_is_refused_in_words(made, capsys):
+def test_impossible_training_is_refused_with_reason(made, capsys):
     target, work = made
     other = ["--prompt-grammar", str(work / "grammar.yaml"), "--work", str(work), "--out", str(work / "other.safetensors")]
     assert main(["drafter", "train", "--target", str(target), *SMALL, "--num-prompts", "120", "--seed", "7", *other]) == 1
@@ -98,7 +98,7 @@ def test_what_cannot_be_made_is_refused_in_words(made, capsys):
     assert not (work / "nothing").exists()  # before a text is written
 
 
-def test_prompts_come_of_several_grammars(made, tmp_path):
+def test_prompts_are_drawn_from_several_grammars(made, tmp_path):
     target, work = made
     (tmp_path / "other.yaml").write_text(yaml.safe_dump({**GRAMMAR, "templates": {"a": ["w7 w{number}"]}}))
     grammars = ["--prompt-grammar", str(work / "grammar.yaml"), str(tmp_path / "other.yaml")]
@@ -165,7 +165,7 @@ def test_training_goes_on_with_a_head(made, tmp_path, capsys, monkeypatch):
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_it_drafts_for_its_target_and_changes_no_text(made):
+def test_trained_head_drafts_without_changing_tokens(made):
     target, work = made
     config = EngineConfig(
         str(target),
@@ -179,7 +179,7 @@ def test_it_drafts_for_its_target_and_changes_no_text(made):
     assert texts.outcomes["a"].ids == own_greedy_text("llama", (5, 9, 23), 20)
 
 
-def test_evaluation_tells_every_kind_and_depth(made, capsys):
+def test_evaluation_reports_each_kind_and_depth(made, capsys):
     target, work = made
     (work / "prompts.yaml").write_text(yaml.safe_dump({"one": ["w5 w6", "w7"], "two": ["w9 w11 w12"]}))
     which = ["--target", str(target), "--head", str(work / "head.safetensors"), "--prompts", str(work / "prompts.yaml")]
@@ -193,15 +193,15 @@ def test_evaluation_tells_every_kind_and_depth(made, capsys):
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == lines[1:]
 
 
-def test_what_cannot_be_measured_is_refused_in_words(made, tmp_path, capsys):
+def test_impossible_evaluation_is_refused_with_reason(made, tmp_path, capsys):
     target, work = made
     other = model_folder(tmp_path / "other", tiny_module("llama", seed=5))
     (tmp_path / "prompts.yaml").write_text(yaml.safe_dump({"one": ["w5 w6"]}))
     (tmp_path / "no-head").write_text("nothing")
-    unsaid = tmp_path / "unsaid.safetensors"
-    DraftHead.load(work / "head.safetensors")[0].save(unsaid, {})
+    unnamed = tmp_path / "unnamed.safetensors"
+    DraftHead.load(work / "head.safetensors")[0].save(unnamed, {})
     good = {"target": target, "head": work / "head.safetensors", "prompts": tmp_path / "prompts.yaml"}
-    for part in ({"target": other}, {"head": unsaid}):  # whose drafts are exact all the same
+    for part in ({"target": other}, {"head": unnamed}):  # whose drafts are exact all the same
         which = [word for name, path in {**good, **part}.items() for word in (f"--{name}", str(path))]
         assert main(["drafter", "evaluate", *which, *SMALL]) == 0
         assert "made for" in capsys.readouterr().err

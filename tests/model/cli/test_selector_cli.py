@@ -80,11 +80,11 @@ def test_examples_are_of_every_rule_and_prompt(work):
     drawn = [row for row, rule in enumerate(examples.rules) if rule == "traversal"]
     has_distribution = examples.scalars_RS[:, 3]
     assert (has_distribution[drawn] == 1.0).all()
-    assert has_distribution.sum() == len(drawn)  # a rule that ranks keeps no law of the drafter's
+    assert has_distribution.sum() == len(drawn)  # a deterministic rule keeps no draft distribution
 
 
-def test_a_second_run_collects_what_is_missing(work, monkeypatch):
-    """Whole prompts are not measured again; one whose shard is gone is, and comes out as it was but for what was counted."""
+def test_second_run_collects_missing_prompts(work, monkeypatch):
+    """Complete prompts are not measured again. A prompt without its shard is, with equal results except for counts."""
     shard = work / "roots" / "roots-two-1.safetensors"
     others = {path: path.stat().st_mtime_ns for path in (work / "roots").iterdir() if path != shard}
     shard.unlink()
@@ -96,7 +96,7 @@ def test_a_second_run_collects_what_is_missing(work, monkeypatch):
     assert main(["selector", "collect", *where, *COLLECT]) == 0  # nothing is missing
 
 
-def test_kinds_of_prompts_are_chosen_and_unknown_ones_refused(work, tmp_path, capsys):
+def test_prompt_kinds_are_selectable_unknown_refused(work, tmp_path, capsys):
     where = ["--config", str(work / "settings.yaml"), "--out", str(tmp_path), *COLLECT]
     of_file = ["--prompts", str(work / "prompts.yaml")]
     assert main(["selector", "collect", *where, *of_file, "--kinds", "two", "--num-prompts", "1"]) == 0
@@ -108,7 +108,7 @@ def test_kinds_of_prompts_are_chosen_and_unknown_ones_refused(work, tmp_path, ca
         assert "three" in capsys.readouterr().err
 
 
-def test_examples_judged_by_another_rule_are_not_added_to(work, tmp_path, monkeypatch, capsys):
+def test_examples_of_another_rule_are_not_extended(work, tmp_path, monkeypatch, capsys):
     where = ["--config", str(work / "settings.yaml"), "--prompts", str(work / "prompts.yaml"), "--out", str(tmp_path), *COLLECT]
     assert main(["selector", "collect", *where, "--num-prompts", "1"]) == 0
     monkeypatch.setenv("LATEBRANCH_VERIFIER", "nss")
@@ -118,7 +118,7 @@ def test_examples_judged_by_another_rule_are_not_added_to(work, tmp_path, monkey
     assert main(["selector", "collect", *where, "--num-prompts", "2"]) == 0
 
 
-def test_examples_that_were_made_differently_are_not_joined(work, tmp_path, monkeypatch, capsys):
+def test_examples_of_different_recipes_are_not_joined(work, tmp_path, monkeypatch, capsys):
     where = ["--config", str(work / "settings.yaml"), "--prompts", str(work / "prompts.yaml"), *COLLECT, "--num-prompts", "1"]
     assert main(["selector", "collect", *where, "--out", str(tmp_path / "one")]) == 0
     monkeypatch.setenv("LATEBRANCH_VERIFIER", "nss")
@@ -135,7 +135,7 @@ def test_examples_that_were_made_differently_are_not_joined(work, tmp_path, monk
         ({"expansion": "heap.8", "largest_expansion": "heap.16"}, "only delayed trees"),
     ],
 )
-def test_what_cannot_be_collected_is_refused_in_words(setting, words, work, tmp_path, capsys):
+def test_impossible_collection_is_refused_with_reason(setting, words, work, tmp_path, capsys):
     settings = yaml.safe_load((work / "settings.yaml").read_text()) | setting
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
     where = ["--config", str(tmp_path / "settings.yaml"), "--prompts", str(work / "prompts.yaml"), "--out", str(tmp_path)]
@@ -161,7 +161,7 @@ def test_evaluation_refuses_selectors_of_different_splits(work, capsys):
     assert "one seed" in capsys.readouterr().err
 
 
-def test_a_trained_network_chooses_and_changes_no_text(work):
+def test_trained_network_selects_without_changing_tokens(work):
     plain = engine_of(work, policy="plain")
     engine = engine_of(work, selector=str(work / "tokens.safetensors"))
     requests = [
@@ -177,7 +177,7 @@ def test_a_trained_network_chooses_and_changes_no_text(work):
     assert Reason.FALLBACK not in reasons
 
 
-def test_a_file_that_does_not_fit_is_refused_and_a_shipped_one_is_left_out(work, tmp_path, monkeypatch, caplog):
+def test_unfit_file_is_refused_unfit_shipped_skipped(work, tmp_path, monkeypatch, caplog):
     for unfit, words in (("policy", "trained to choose"), ("roots/roots-one-0", "no selector"), ("nowhere", "cannot be used")):
         with pytest.raises(BadConfiguration, match=words):
             engine_of(work, selector=str(work / f"{unfit}.safetensors"))
@@ -189,7 +189,7 @@ def test_a_file_that_does_not_fit_is_refused_and_a_shipped_one_is_left_out(work,
     assert "acceptance is counted" in caplog.text
 
 
-def test_a_network_of_another_head_is_not_used(work, tmp_path, caplog):
+def test_network_for_another_head_is_unused(work, tmp_path, caplog):
     """It reads what a head makes of the target's states: another's numbers would mean something else to it."""
     head, recipe = DraftHead.load(work / "head.safetensors")
     head.save(tmp_path / "renamed.safetensors", {**recipe, "more": 1})
@@ -200,10 +200,10 @@ def test_a_network_of_another_head_is_not_used(work, tmp_path, caplog):
         engine_of(work, selector=str(work / "tokens.safetensors"), head=str(tmp_path / "other.safetensors"))
     net, made = SelectorNet.load(work / "tokens.safetensors")
     net.save(tmp_path / "old.safetensors", {name: value for name, value in made.items() if name != "head"})
-    engine_of(work, selector=str(tmp_path / "old.safetensors"), head=str(tmp_path / "other.safetensors"))  # it does not say
+    engine_of(work, selector=str(tmp_path / "old.safetensors"), head=str(tmp_path / "other.safetensors"))  # names no head
 
 
-def test_examples_beside_another_head_are_not_added_to(work, tmp_path, capsys):
+def test_examples_of_another_head_are_not_extended(work, tmp_path, capsys):
     head, recipe = DraftHead.load(work / "head.safetensors")
     head.fuse.weight.data += 0.1
     head.save(tmp_path / "other.safetensors", recipe)
@@ -218,7 +218,7 @@ def test_examples_beside_another_head_are_not_added_to(work, tmp_path, capsys):
     assert main(["selector", "collect", "--config", str(work / "settings.yaml"), *where, *COLLECT]) == 0
 
 
-def test_the_recipe_says_how_it_was_made(work):
+def test_recipe_states_how_it_was_made(work):
     net, recipe = SelectorNet.load(work / "tokens.safetensors")
     assert recipe["head"] == tensors_digest(work / "head.safetensors")
     assert net.shape.rules == ("coupled", "greedy", "traversal")

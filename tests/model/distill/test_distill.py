@@ -50,7 +50,7 @@ def some_texts(count: int = 12) -> list[Text]:
 # ---- corpus
 
 
-def test_texts_are_the_targets_own_and_states_are_the_models(tmp_path: Path) -> None:
+def test_sequences_and_states_are_the_targets_own(tmp_path: Path) -> None:
     model = tiny_model()
     prompts = [[5, 9, 11 + i] for i in range(9)]
     corpus = Corpus(tmp_path)
@@ -68,7 +68,7 @@ def test_texts_are_the_targets_own_and_states_are_the_models(tmp_path: Path) -> 
     assert greedy.ids_T.tolist() == expected[0].tolist()
 
 
-def test_a_collection_that_was_cut_off_goes_on(tmp_path: Path) -> None:
+def test_interrupted_collection_resumes(tmp_path: Path) -> None:
     model, prompts = tiny_model(), [[5, 9, 11 + i] for i in range(6)]
     whole, cut = Corpus(tmp_path / "whole"), Corpus(tmp_path / "cut")
     collect(whole, model, LAYERS, prompts, max_tokens=6, seed=1, batch=2, texts_per_shard=2)
@@ -80,7 +80,7 @@ def test_a_collection_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert len(by_index[0]) == 6
 
 
-def test_a_folder_keeps_to_one_way_of_making(tmp_path: Path) -> None:
+def test_folder_accepts_one_recipe_only(tmp_path: Path) -> None:
     corpus = Corpus(tmp_path / "texts")
     corpus.bind({"seed": "1", "precision": "bfloat16"})
     corpus.add(some_texts(2))
@@ -125,7 +125,7 @@ def naive_chain(head: DraftHead, text: Text, embeddings_TD: Tensor, start: int, 
     return found
 
 
-def test_chains_in_parallel_are_chains_one_by_one() -> None:
+def test_parallel_chains_equal_single_chains() -> None:
     head, texts = tiny_head(), some_texts(3)
     embeddings_VD = torch.randn(61, 32, generator=torch.Generator().manual_seed(1))
     batch = batched(texts, torch.device("cpu"))
@@ -140,7 +140,7 @@ def test_chains_in_parallel_are_chains_one_by_one() -> None:
                     assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_chains_start_where_they_count_to_their_end() -> None:
+def test_chains_start_where_all_positions_count() -> None:
     counts_BT = torch.zeros(2, 20, dtype=torch.bool)
     counts_BT[0, 4:15] = True
     counts_BT[1, 10:13] = True  # too short for a chain of four
@@ -154,7 +154,7 @@ def test_chains_start_where_they_count_to_their_end() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.4, 1.0])
-def test_the_loss_has_the_gradient_that_autograd_finds(weight: float) -> None:
+def test_loss_gradient_equals_autograd(weight: float) -> None:
     generator = torch.Generator().manual_seed(2)
     rows_MD = torch.randn(13, 6, generator=generator)
     probs_NM = teacher_probs(torch.randn(7, 6, generator=generator), rows_MD).float()
@@ -164,7 +164,7 @@ def test_the_loss_has_the_gradient_that_autograd_finds(weight: float) -> None:
     (expected,) = torch.autograd.grad(plain.mean(), predicted)
     loss = distillation_loss(predicted, probs_NM, rows_MD, weight)
     (found,) = torch.autograd.grad(loss, predicted)
-    assert torch.allclose(loss, plain.mean(), atol=2e-2)  # the teacher's laws are bfloat16 and sum to about 1
+    assert torch.allclose(loss, plain.mean(), atol=2e-2)  # the teacher's probabilities are bfloat16 and sum to about 1
     assert torch.allclose(found, expected, atol=1e-3)
 
 
@@ -213,7 +213,7 @@ class Counting:
         return counted
 
 
-def test_a_training_that_was_cut_off_ends_like_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_training_equals_uninterrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained(tmp_path, "whole.pt")
     count = 0
     original = Trainer._update
@@ -236,7 +236,7 @@ def test_a_training_that_was_cut_off_ends_like_a_whole_one(tmp_path: Path, monke
         assert torch.equal(one, other)
 
 
-def test_another_plan_begins_anew_and_leaves_the_first_checkpoint(tmp_path: Path) -> None:
+def test_another_plan_restarts_and_keeps_old_checkpoint(tmp_path: Path) -> None:
     num_updates = len(trained(tmp_path, "work").curve)
     (first,) = (tmp_path / "work").iterdir()
     longer = trained(tmp_path, "work", dataclasses.replace(PLAN, num_epochs=3))
@@ -248,7 +248,7 @@ def test_another_plan_begins_anew_and_leaves_the_first_checkpoint(tmp_path: Path
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_head_learns_from_a_target_of_any_format(tmp_path: Path, precision: str) -> None:
+def test_head_learns_from_any_target_format(tmp_path: Path, precision: str) -> None:
     model, head = tiny_model(), tiny_head()
     model.module.to(torch.bfloat16)
     embeddings_VD, rows_MD = model.module.get_input_embeddings().weight, model.module.lm_head.weight[head.vocab_M.long()]
@@ -258,7 +258,7 @@ def test_a_head_learns_from_a_target_of_any_format(tmp_path: Path, precision: st
 
 
 @pytest.mark.parametrize("other", ["head", "texts", "vocabulary"])
-def test_what_begins_with_another_head_or_learns_from_other_texts_begins_anew(other: str, tmp_path: Path, monkeypatch) -> None:
+def test_changed_head_or_data_restarts_training(other: str, tmp_path: Path, monkeypatch) -> None:
     """A head to go on with has the sizes and the vocabulary of the first by its nature."""
     learnt = trained(tmp_path, "work").head
     model = tiny_model()
@@ -269,7 +269,7 @@ def test_what_begins_with_another_head_or_learns_from_other_texts_begins_anew(ot
 
 
 @pytest.mark.parametrize("layers", [(1, 2), (3, 1), (1, 1, 3)])
-def test_the_last_feature_is_what_the_output_head_reads(layers: tuple[int, ...]) -> None:
+def test_last_feature_is_the_output_head_input(layers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="must ascend"):
         shape_for(tiny_model(), 192, 1, 64, layers)
 
@@ -295,12 +295,12 @@ def test_a_damaged_head_is_refused_in_words(tmp_path: Path, lost: str) -> None:
         DraftHead.load(path)
 
 
-def test_texts_shorter_than_a_chain_give_no_report() -> None:
+def test_sequences_shorter_than_chain_give_no_report() -> None:
     assert evaluate(tiny_head(), torch.randn(61, 32), torch.randn(61, 32), some_texts(2), num_steps=30) == []
 
 
-def test_evaluation_is_perfect_where_head_and_target_say_the_same() -> None:
-    """A head that says nothing leaves uniform logits, and so does a target without output."""
+def test_evaluation_is_perfect_where_head_equals_target() -> None:
+    """A head of zeros gives uniform logits, and so does a target without output."""
     head = tiny_head(vocab=torch.arange(61))
     output_VD = torch.zeros(61, 32)
     reports = evaluate(head, torch.randn(61, 32), output_VD, some_texts(), num_steps=3)
@@ -308,7 +308,7 @@ def test_evaluation_is_perfect_where_head_and_target_say_the_same() -> None:
     assert reports[0].num_positions == reports[2].num_positions > 0
 
 
-def test_texts_are_measured_together_as_one_by_one() -> None:
+def test_batched_evaluation_equals_single_evaluation() -> None:
     """All positions of all of them count, in texts of any length."""
     head, embeddings, output = tiny_head(), torch.randn(61, 32), torch.randn(61, 32)
     texts = some_texts(9)
@@ -322,7 +322,7 @@ def test_texts_are_measured_together_as_one_by_one() -> None:
             assert getattr(report, figure) == pytest.approx(mean, abs=1e-5)
 
 
-def test_what_is_made_ahead_comes_in_order_and_fails_where_it_is_asked_for() -> None:
+def test_prefetched_items_keep_order_and_errors() -> None:
     def parts():
         yield from range(5)
         raise ValueError("no more")
@@ -345,8 +345,8 @@ def test_frequent_tokens_carry_the_mass() -> None:
     assert coverage(model, texts, torch.arange(10)) < carried < all_carried == pytest.approx(1.0, abs=1e-3)
 
 
-def test_known_tokens_stay_and_others_are_added_by_how_often_they_come() -> None:
-    """As drawn in all answers, not in the first ones alone."""
+def test_known_tokens_stay_frequent_tokens_are_added() -> None:
+    """Frequencies are those of all answers, not of the first ones."""
     model, texts = tiny_model(), some_texts()
     likeliest = frequent_tokens(model, texts, 20)
     known_M = torch.tensor([token_id for token_id in range(61) if token_id not in likeliest][:5])
@@ -359,7 +359,7 @@ def test_known_tokens_stay_and_others_are_added_by_how_often_they_come() -> None
     assert frequent_tokens(model, often, 1).tolist() == [rare]
 
 
-def test_a_target_that_does_more_to_its_logits_is_refused() -> None:
+def test_target_with_extra_logit_steps_is_refused() -> None:
     module = tiny_module()
     require_plain_output(adopt(module, torch.device("cpu"), "packed"))
     assert len(list(generate_texts(tiny_model(), LAYERS, {0: [5]}, 3, 1, 1))) == 1
@@ -371,7 +371,7 @@ def test_a_target_that_does_more_to_its_logits_is_refused() -> None:
 # ---- prompts
 
 
-def test_a_grammar_draws_different_prompts_and_the_same_for_a_seed() -> None:
+def test_grammar_prompts_differ_and_repeat_per_seed() -> None:
     grammar = PromptGrammar({"a": ["{x} and {x}", "{number}"], "b": ["{small}"]}, {"x": ["one", "two"]}, {"a": 3, "b": 1})
     drawn = grammar.draw(60, 1)
     assert drawn == grammar.draw(60, 1) != grammar.draw(60, 2)
@@ -382,7 +382,7 @@ def test_a_grammar_draws_different_prompts_and_the_same_for_a_seed() -> None:
         PromptGrammar({"a": ["{y}"]}, {}, {"a": 1})
 
 
-def test_grammars_are_drawn_from_in_turn_and_more_prompts_begin_with_the_same() -> None:
+def test_grammars_alternate_and_more_prompts_extend_fewer() -> None:
     one, other = (PromptGrammar({"a": [f"{name} {{number}}"]}, {}, {"a": 1}) for name in "xy")
     drawn = draw_in_turn([one, other], 7, 3)
     assert [prompt[0] for prompt in drawn] == list("xxxxxxy")
@@ -400,7 +400,7 @@ def test_each_grammar_is_answered_at_every_temperature() -> None:
             assert given == {one: TEMPERATURES.count(one) * 36 // count // len(TEMPERATURES) for one in TEMPERATURES}
 
 
-def test_a_prompt_is_learnt_in_every_training_or_in_none() -> None:
+def test_prompt_is_in_all_trainings_or_none() -> None:
     def text(index: int, prompt: Tensor, answer: int) -> Text:
         return Text(
             index, torch.cat([prompt, torch.tensor([answer], dtype=torch.int32)]), len(prompt), torch.zeros(len(prompt), 1, 1)
@@ -413,7 +413,7 @@ def test_a_prompt_is_learnt_in_every_training_or_in_none() -> None:
     assert 20 < sum(sides[::2]) < 80
 
 
-def test_weights_count_for_the_kinds_that_a_grammar_has(tmp_path: Path) -> None:
+def test_weights_apply_to_kinds_of_a_grammar(tmp_path: Path) -> None:
     path = tmp_path / "grammar.yaml"
     path.write_text("weights: {a: 1, b: 1}\ntemplates: {a: ['a {number}'], b: ['b {number}']}\nfillers: {}\n")
     grammar = PromptGrammar.load(path, {"a": 0, "c": 5})
@@ -434,7 +434,7 @@ GRAMMARS = sorted(path.stem for path in (Path(__file__).parents[3] / "configs/dr
         "",
     ],
 )
-def test_a_file_that_is_no_grammar_is_named(tmp_path: Path, text: str) -> None:
+def test_file_without_a_grammar_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "grammar.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"grammar\.yaml is no grammar: "):
@@ -442,7 +442,7 @@ def test_a_file_that_is_no_grammar_is_named(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_no_prompt_of_the_shipped_grammars_is_a_benchmarks(name) -> None:
+def test_shipped_grammars_produce_no_benchmark_prompt(name) -> None:
     root = Path(__file__).parents[3]
     drawn = set(PromptGrammar.load(root / f"configs/drafters/{name}.yaml").draw(8000, random.Random(3).randrange(100)))
     held_out = read_prompts(root / "configs/bench_prompts.yaml", [], 1000)

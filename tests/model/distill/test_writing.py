@@ -43,7 +43,7 @@ both_ways = pytest.mark.parametrize("model_of", [tiny_model, pytest.param(native
 
 @pytest.mark.parametrize("batch", [3, 8])
 @pytest.mark.parametrize(("model_of", "family"), [*IN_COLUMNS, *IN_LANES])
-def test_greedy_texts_are_those_of_generate(model_of: Callable[[str], CausalModel], family: str, batch: int) -> None:
+def test_greedy_tokens_equal_generate(model_of: Callable[[str], CausalModel], family: str, batch: int) -> None:
     texts, module = written(model_of(family), 0.0, batch), tiny_module(family)
     assert len(texts) == len(PROMPTS)
     for index, order in orders(0.0).items():
@@ -65,7 +65,7 @@ def test_states_are_the_models_own(model_of: Callable[[str], CausalModel], batch
 @pytest.mark.parametrize("batch", [3, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_that_are_replayed_write_the_same(family: str, batch: int) -> None:
-    """What a GPU captures, run here by itself: junk before prompts, after texts and in a batch that is not full is nobody's."""
+    """Runs here what a GPU captures. Junk before prompts, after sequences and in a partly filled batch belongs to no sequence."""
     model = tiny_model(family)
     for temperature in (0.0, 1.0):
         rows = [RunningJob(name, order) for name, order in orders(temperature).items()]
@@ -79,7 +79,7 @@ def test_steps_that_are_replayed_write_the_same(family: str, batch: int) -> None
 
 
 class RunsWhatItRecords:
-    """As a recorder of graphs does."""
+    """Runs a function while it is recorded, as a recorder of graphs does."""
 
     name = "runs"
 
@@ -89,7 +89,7 @@ class RunsWhatItRecords:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
-def test_texts_of_a_token_or_two_are_replayed(max_tokens: int) -> None:
+def test_one_and_two_token_sequences_are_replayed(max_tokens: int) -> None:
     model = tiny_model()
     short = {name: dataclasses.replace(order, max_tokens=max_tokens) for name, order in orders(1.0).items()}
     tap, rows = StateTap(model, LAYERS), [RunningJob(name, order) for name, order in short.items()]
@@ -120,7 +120,7 @@ def test_company_does_not_matter(model_of: Callable[[str], CausalModel]) -> None
 
 
 @both_ways
-def test_nothing_is_written_where_nothing_is_ordered(model_of: Callable[[str], CausalModel]) -> None:
+def test_empty_plan_generates_nothing(model_of: Callable[[str], CausalModel]) -> None:
     assert not list(generate(model_of("llama"), {}, 8))
     with pytest.raises(ValueError, match="0 texts"):
         next(generate(model_of("llama"), orders(0.0), 0))

@@ -1,4 +1,4 @@
-"""A drafter that knows nothing but NaN, or infinity: every text comes as without it, and nobody is told an error."""
+"""A drafter that returns only NaN or infinity: all sequences are as without it, and no request fails."""
 
 import math
 

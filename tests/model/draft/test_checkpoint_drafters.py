@@ -66,7 +66,7 @@ CHECKPOINTS = {
 
 @pytest.fixture
 def poisoned_pools(poisoned_pools, monkeypatch):
-    """Among the features too, what was never written is NaN."""
+    """Unwritten features are NaN too."""
     made = FeaturePool.__init__
 
     def poisoned(pool, *args):
@@ -109,9 +109,9 @@ class CheckedProposals:
         for method in ("feed", "extend"):
             setattr(drafter, method, self._watched(getattr(drafter, method)))
 
-    def _watched(self, ask: Callable[..., Proposal]) -> Callable[..., Proposal]:
+    def _watched(self, propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
         def watched(*args):
-            proposal = ask(*args)
+            proposal = propose(*args)
             rows = dict(zip(proposal.indices, proposal.logits_PV, strict=True))
             for index, node in enumerate(args[-1]):
                 self._compare(node, rows.get(index))
@@ -155,7 +155,7 @@ def test_every_proposal_is_the_networks_own(name, linears, tmp_path):
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash", "medusa"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
-def test_proposals_for_other_families_are_the_networks_own(name, family, tmp_path):
+def test_proposals_for_other_families_equal_the_network(name, family, tmp_path):
     """Gemma scales its embeddings: a drafter reads them unscaled."""
     assert proposals_of_a_run(tmp_path, name, family).error < EXACT
 
@@ -219,7 +219,7 @@ LEVELS = DFlashDrafter._levels_after
         (["dflash"], DFlashDrafter, "_levels_after", another_root),
     ],
 )
-def test_the_networks_own_proposals_kill(names, where, name, mutant, tmp_path, monkeypatch):
+def test_network_proposals_detect_mutants(names, where, name, mutant, tmp_path, monkeypatch):
     """No text would change, as any draft is lossless: only the proposals show it."""
     monkeypatch.setattr(where, name, mutant)
     for checkpoint in names:
@@ -236,7 +236,7 @@ TREES = ("2.2.2", "static.8", "heap.8", "threshold.8", "noise_aware.8", "beam.8"
 
 @pytest.mark.parametrize("config", [ROOMY, CROWDED])
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
-def test_no_text_changes(kind, config, tmp_path):
+def test_drafting_changes_no_token(kind, config, tmp_path):
     """Greedy texts are transformers' own, and seeded ones those of plain decoding, under every tree."""
     without = run(tiny_engine(model("llama")), MIXED).texts()
     assert [without[str(row)] for row in range(3)] == [own_greedy_text("llama", PROMPTS[row], 12) for row in range(3)]
@@ -251,8 +251,8 @@ def test_no_text_changes(kind, config, tmp_path):
 
 @pytest.mark.usefixtures("poisoned_pools")
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
-def test_a_checkpoint_beside_cached_text_proposes_as_alone(kind, tmp_path):
-    """Where the cache is sure the network is not asked, and nothing reads a state that was never made."""
+def test_checkpoint_with_cached_text_proposes_as_alone(kind, tmp_path):
+    """Where the cache is sure, the network does not run. No pass reads a state that was never computed."""
     drafter = drafter_of(tmp_path, kind, model("llama"), CROWDED)
     proposals = CheckedProposals(drafter, kind, "llama")
     require_plain_texts_beside_cached_text(drafter, CROWDED)
@@ -261,7 +261,7 @@ def test_a_checkpoint_beside_cached_text_proposes_as_alone(kind, tmp_path):
 
 @pytest.mark.parametrize("precision", ["bfloat16", pytest.param("int8", marks=needs_library)])
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
-def test_a_narrower_precision_changes_no_text(kind, precision, tmp_path):
+def test_narrower_precision_changes_no_token(kind, precision, tmp_path):
     checkpoint = read_checkpoint(written(tmp_path, learnt(kind)), FACTS)
     linears = NATIVE if precision == "int8" else "plain"
     drafter = load_drafter(checkpoint, model("llama"), ROOMY.num_slots, linears, precision)
@@ -325,6 +325,6 @@ RECORDED = children._recorded_probs
     ("where", "name", "mutant"),
     [(TrimmedVocabulary, "widened", in_the_drafters_own_ids), (children, "_recorded_probs", of_the_node_before)],
 )
-def test_recorded_distributions_kill(where, name, mutant, tmp_path, monkeypatch):
+def test_recorded_distributions_detect_mutants(where, name, mutant, tmp_path, monkeypatch):
     monkeypatch.setattr(where, name, mutant)
     assert recorded_error(tmp_path, "eagle3") > 1e-2

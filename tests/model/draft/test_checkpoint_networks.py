@@ -210,7 +210,7 @@ READ, STORED_NORM = Eagle3Network._read, decoder_layer.stored_norm
         (read, "_causal_layers", lambda config, flash, windows: (False,) * len(windows), DFLASH[1:2]),
     ],
 )
-def test_speculators_logits_kill(where, name, mutant, checkpoints, monkeypatch):
+def test_speculators_logits_detect_mutants(where, name, mutant, checkpoints, monkeypatch):
     """Each is a reading of the keys that another engine has, or had."""
     if mutant is None:
         monkeypatch.setattr(where, name, property(lambda _: None, lambda *_: None), raising=False)
@@ -222,7 +222,7 @@ def test_speculators_logits_kill(where, name, mutant, checkpoints, monkeypatch):
 
 
 @torch.inference_mode()
-def test_window_of_other_projects_ends_at_each_slot():
+def test_speculators_window_ends_at_each_slot():
     """speculators counts a window from the anchor, the engines from each query: the last slots see less context."""
     checkpoint, expected = made("dflash-sliding")
     shape, slots = checkpoint.shape, [*range(12)]

@@ -277,9 +277,9 @@ def test_tensors_of_several_files_are_read(tmp_path):
     folder = tmp_path / "parts"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    for file, held in parts.items():
-        save_file({name: tensors[name] for name in held}, folder / file)
-    places = {name: file for file, held in parts.items() for name in held}
+    for file, kept in parts.items():
+        save_file({name: tensors[name] for name in kept}, folder / file)
+    places = {name: file for file, kept in parts.items() for name in kept}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert read_checkpoint(folder, FACTS).shape == whole
 
@@ -301,14 +301,14 @@ def test_a_checkpoint_is_served(kind, tmp_path):
     assert need.draft_cache > 300 * WIDTH * 4
 
 
-def test_a_weight_that_was_never_loaded_is_refused(tmp_path):
+def test_weight_that_was_never_loaded_is_refused(tmp_path):
     """speculators fills weights with NaN until the verifier's are loaded."""
     config, tensors = eagle3_files()
     with pytest.raises(BadConfiguration, match=r"lm_head\.weight has a NaN or an infinity"):
         build_engine(served(tmp_path, (config, {**tensors, "lm_head.weight": torch.full((52, 32), float("nan"))})))
 
 
-def test_an_unfit_checkpoint_is_refused_before_weights_load(tmp_path, monkeypatch):
+def test_unfit_checkpoint_is_refused_before_weights_load(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.build.load_model", None)
     with pytest.raises(BadConfiguration, match=r"the drafter does not belong to .*: block_size is missing"):
         build_engine(served(tmp_path, ({**dflash_files()[0], "block_size": None}, dflash_files()[1])))

@@ -1,4 +1,4 @@
-"""Cached text and a model in one tree: nobody's text or law changes, the model is asked only where the cache is not sure."""
+"""Cached text and a model in one tree: no sequence and no distribution changes. The model runs only where the cache is unsure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ CHAIN = Expansion(6, 1, 0)
 
 
 class Counting:
-    """A drafter that counts its passes and sees to it that nothing is fed before what it stands on."""
+    """A drafter that counts its passes and asserts that the parents of fed tokens were fed before."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.name, self.feeding = drafter.name, drafter.feeding
@@ -57,13 +57,13 @@ class Counting:
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         self.num_passes += 1
-        begun = {(id(asked.tree), node) for asked in frontier for node in asked.tree.fed}
-        for asked in frontier:
-            above = [(id(asked.tree), node) for node in asked.tree.path(asked.node)[:-1]]
+        begun = {(id(place.tree), node) for place in frontier for node in place.tree.fed}
+        for place in frontier:
+            above = [(id(place.tree), node) for node in place.tree.path(place.node)[:-1]]
             assert begun.issuperset(above), "a node is fed after its ancestors"
             if self.feeding is Feeding.TARGET_FEATURES:
-                assert asked.tree.parents[asked.node] in asked.tree.fed, "the state of a node's parent is there"
-            begun.add((id(asked.tree), asked.node))
+                assert place.tree.parents[place.node] in place.tree.fed, "the state of a node's parent is there"
+            begun.add((id(place.tree), place.node))
         return self.drafter.extend(frontier)
 
 
@@ -77,7 +77,7 @@ def engine_of(policy, feeding: Feeding = Feeding.OWN_CACHE, texts: TextCache | N
 @pytest.mark.parametrize(
     "expansion", [CHAIN, Expansion(1, 2, 3), Expansion(0, 3, 5, "heap", 8), Expansion(0, 3, 5, "beam", 8)], ids=str
 )
-def test_a_prediction_right_or_wrong_changes_no_text(expansion):
+def test_prediction_right_or_wrong_changes_no_token(expansion):
     """Half right predictions make trunks of cached text that are left for the model, and the other way round."""
     text = own_greedy_text("llama", LONG, 24)
     predictions = [tuple(text), (*text[:9], 5, 5, *text[9:]), tuple(text[5:12]), (7, 8, 9)]
@@ -90,7 +90,7 @@ def test_a_prediction_right_or_wrong_changes_no_text(expansion):
     assert outcomes["seeded"].ids == plain
 
 
-def test_the_draft_cache_stays_right_though_much_is_fed_late():
+def test_draft_cache_stays_right_after_late_feeding():
     engine, inner = engine_of(RandomExpansion(1))
     errors: list[float] = []
     drafter = inner.drafter
@@ -108,7 +108,7 @@ def test_the_draft_cache_stays_right_though_much_is_fed_late():
 
 
 @pytest.mark.parametrize("tree", ["2.2.2", "heap.8", "beam.8"])
-def test_a_draft_head_beside_cached_text_changes_no_text(tree):
+def test_head_with_cached_text_changes_no_token(tree):
     """Committed tokens are fed with features as they come, whatever is drafted from; nothing below a cached node is fed."""
     engine = head_engine(learnt_head(), policy=FixedExpansion(parse_expansion(tree)))
     assert engine.drafter is not None
@@ -134,7 +134,7 @@ def num_passes(prediction_ids: Sequence[int], feeding: Feeding = Feeding.OWN_CAC
     return inner.num_passes, len(session.stats)
 
 
-def test_text_that_is_foretold_costs_hardly_a_pass_of_the_model():
+def test_predicted_text_needs_few_model_passes():
     text = own_greedy_text("llama", LONG, 60)
     (without, _), (with_it, num_steps) = num_passes(()), num_passes(text)
     assert with_it < num_steps
@@ -150,8 +150,11 @@ def first_step(sampling: dict[str, Any]) -> tuple[list[int], int, int]:
     return outcome.ids, outcome.events[0].num_draft_tokens, outcome.events[0].num_predicted_tokens
 
 
-def test_a_forbidden_token_is_not_drafted_however_surely_text_foretells_it_and_the_model_is_asked_instead():
-    """The cache was sure of the token, so no model was asked, and what was forbidden left the tree without a node."""
+def test_forbidden_predicted_token_is_drafted_by_model():
+    """The bug: the cache was sure of the token, so the model did not run.
+
+    The forbidden token was then removed without a replacement.
+    """
     forbidden: dict[str, Any] = {"logit_bias": ((own_greedy_text("llama", LONG, 1)[0], -100.0),)}
     request = greedy("r", LONG, 12)
     plain = run(tiny_engine(model("llama")), [replace(request, sampling=replace(request.sampling, **forbidden))])
@@ -162,10 +165,10 @@ def test_a_forbidden_token_is_not_drafted_however_surely_text_foretells_it_and_t
     assert num_predicted < 6
 
 
-def test_forbidden_tokens_kill_a_cache_that_is_sure_of_them(monkeypatch):
+def test_forbidden_tokens_detect_unmasked_cache(monkeypatch):
     monkeypatch.setattr(texts_module, "may_suppress", lambda sampling, token_ids, num_generated: False)
     with pytest.raises(AssertionError):
-        test_a_forbidden_token_is_not_drafted_however_surely_text_foretells_it_and_the_model_is_asked_instead()
+        test_forbidden_predicted_token_is_drafted_by_model()
 
 
 class Stateful(TableDrafter):
@@ -174,8 +177,8 @@ class Stateful(TableDrafter):
     feeding = Feeding.TARGET_FEATURES
 
 
-class Foretelling(TextCache):
-    """A cache that says the same after any text of a length: by length, a law and its chance."""
+class CacheByLength(TextCache):
+    """A cache whose match depends on the sequence's length only: by length, a distribution and its chance."""
 
     def __init__(self, by_length: dict[int, tuple[dict[int, float], float]]) -> None:
         super().__init__()
@@ -186,58 +189,58 @@ class Foretelling(TextCache):
         return None if found is None else CachedDistribution(found[0], found[1], frozenset({3}), found[1] >= SURE_CONFIDENCE)
 
 
-LAWS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.4, 0.1], [0.7, 0.1, 0.1, 0.1]])
+TABLE = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.4, 0.1], [0.7, 0.1, 0.1, 0.1]])
 SURE_OF_3 = ({3: 1.0}, 0.95)
 
 
 def grown(texts: TextCache, expansion: Expansion, stateful: bool = False, num_seeds: int = 1) -> tuple[Growth, Counting]:
-    inner = Counting((Stateful if stateful else TableDrafter)(LAWS.log()))
+    inner = Counting((Stateful if stateful else TableDrafter)(TABLE.log()))
     inner.feeding = Feeding.TARGET_FEATURES if stateful else Feeding.OWN_CACHE
     rows = [decoding_row((1, 0), expansion, seed=seed, request_id=str(seed), verifier="rrsw") for seed in range(num_seeds)]
     return grow(growers_of(CombinedDrafter(inner, texts, 4, CPU), 4, CPU), rows), inner
 
 
-def test_a_node_below_a_cached_trunk_is_fed_with_the_trunk():
-    growth, inner = grown(Foretelling({0: SURE_OF_3, 1: SURE_OF_3, 2: SURE_OF_3}), Expansion(4, 1, 0))
+def test_node_below_cached_trunk_feeds_the_trunk():
+    growth, inner = grown(CacheByLength({0: SURE_OF_3, 1: SURE_OF_3, 2: SURE_OF_3}), Expansion(4, 1, 0))
     assert growth.forest.trees[0].token_ids[:4] == (0, 3, 3, 3)
     assert growth.fed[0] == {0, 1, 2, 3}
-    assert inner.num_passes == 2  # the text, then the trunk with the node that asked
+    assert inner.num_passes == 2  # the sequence, then the trunk with the node that needs the model
     assert growth.sources[0] == (DraftSource.PREDICTION,) * 3 + (DraftSource.MODEL,)
 
 
-def test_a_cached_tree_needs_no_pass_and_leaves_everything_for_later():
-    growth, inner = grown(Foretelling(dict.fromkeys(range(4), SURE_OF_3)), Expansion(4, 1, 0))
+def test_cached_tree_defers_all_passes():
+    growth, inner = grown(CacheByLength(dict.fromkeys(range(4), SURE_OF_3)), Expansion(4, 1, 0))
     assert (inner.num_passes, growth.fed) == (0, (frozenset(),))
 
 
-def test_what_reads_its_parents_state_stays_off_a_path_that_began_on_the_cache():
+def test_state_reading_drafter_avoids_cached_paths():
     unsure = ({1: 1.0}, 0.3)
-    growth, inner = grown(Foretelling({0: SURE_OF_3, 1: unsure}), Expansion(4, 1, 0), stateful=True)
+    growth, inner = grown(CacheByLength({0: SURE_OF_3, 1: unsure}), Expansion(4, 1, 0), stateful=True)
     assert growth.forest.trees[0].token_ids == (0, 3, 1)
     assert (inner.num_passes, growth.fed) == (1, (frozenset(),))  # the text is fed: it does not come again with features
-    growth, inner = grown(Foretelling({1: SURE_OF_3}), Expansion(4, 1, 0), stateful=True)
+    growth, inner = grown(CacheByLength({1: SURE_OF_3}), Expansion(4, 1, 0), stateful=True)
     assert growth.forest.trees[0].num_nodes == 3
 
 
-def test_what_waits_is_bounded(monkeypatch):
+def test_deferred_tokens_are_bounded(monkeypatch):
     monkeypatch.setattr(combined, "_MAX_DEFERRED", 5)
-    growth, inner = grown(Foretelling({0: SURE_OF_3}), Expansion(1, 1, 0), num_seeds=4)
+    growth, inner = grown(CacheByLength({0: SURE_OF_3}), Expansion(1, 1, 0), num_seeds=4)
     assert inner.num_passes == 1
     assert [len(fed) for fed in growth.fed] == [0, 0, 1, 1]
 
 
-MIXED = Foretelling({0: ({0: 0.25, 2: 0.75}, 0.6)})
+MIXED = CacheByLength({0: ({0: 0.25, 2: 0.75}, 0.6)})
 
 
 def mixture() -> torch.Tensor:
-    """Return the law at a node of which the cache is not sure: each side weighs as its odds to be right."""
-    trust = float((LAWS[0] ** 2).sum())
+    """Return the distribution at a node where the cache is unsure. Each side's weight is its odds to be right."""
+    trust = float((TABLE[0] ** 2).sum())
     odds_cached, odds_model = 0.6 / 0.4, trust / (1 - trust)
     weight = odds_cached / (odds_cached + odds_model)
-    return weight * torch.tensor([0.25, 0.0, 0.75, 0.0]) + (1 - weight) * LAWS[0]
+    return weight * torch.tensor([0.25, 0.0, 0.75, 0.0]) + (1 - weight) * TABLE[0]
 
 
-def test_the_distribution_between_is_the_mixture_and_it_is_the_one_that_is_kept():
+def test_mixture_of_distributions_is_the_kept_distribution():
     growth, inner = grown(MIXED, Expansion(1, 1, 0))
     assert growth.forest.draft_probs_RV[0].tolist() == pytest.approx(mixture().tolist())
     assert (inner.num_passes, growth.fed) == (1, (frozenset({ROOT}),))
@@ -254,7 +257,7 @@ def test_draws_are_of_the_mixture():
 
 
 def weight_chosen_after_the_draw(*args):
-    """Draw, and where the cache knows the token call it the cache's: what is kept is no more what was drawn from."""
+    """The mutant: label a drawn token as cached if the cache knows it. The kept distribution is then not the drawn one."""
     offers = _DRAWN(*args)
     known = torch.tensor([1.0, 0.0, 1.0, 0.0])
     return [replace(offer, token_ids=tuple(i if known[i] else 2 for i in offer.token_ids)) for offer in offers]
@@ -263,7 +266,7 @@ def weight_chosen_after_the_draw(*args):
 _DRAWN = children._sample_iid
 
 
-def test_draws_kill_a_weight_chosen_after_the_draw(monkeypatch):
+def test_draws_detect_weight_chosen_after_drawing(monkeypatch):
     monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.PATH, weight_chosen_after_the_draw)
     distribution = {(token_id,): float(p) for token_id, p in enumerate(mixture())}
     assert z_of_counts(first_draws(), distribution) > FAILS_ABOVE
@@ -307,7 +310,7 @@ def test_combined_drafts_keep_the_targets_distribution(verifier, expansion):
     assert z_of_counts(triples(verifier, expansion), target_distribution()) < PASSES_BELOW
 
 
-def test_the_distribution_kills_a_mixture_that_is_not_the_distribution_kept(monkeypatch):
+def test_distribution_detects_wrong_kept_mixture(monkeypatch):
     test_engine_distributions.misreport_draft_probs(monkeypatch)
     assert z_of_counts(triples(*LAWFUL[0]), target_distribution()) > FAILS_ABOVE
 
@@ -327,7 +330,7 @@ def predicted(prediction: Sequence[int], num_tokens: int = 20) -> tuple[int, int
     )
 
 
-def test_predicted_tokens_are_counted_as_they_are_drafted_and_accepted():
+def test_predicted_tokens_are_counted_drafted_and_accepted():
     text = own_greedy_text("llama", LONG, 20)
     assert predicted(text) == (16, 16, 20)  # four steps of four drafts and an extra token each
     assert predicted(()) == (0, 0, 20)
@@ -340,7 +343,7 @@ def test_predicted_tokens_are_counted_as_they_are_drafted_and_accepted():
 
 
 class Trusting:
-    """A drafter as sure as can be: its likeliest token has nearly all of its law."""
+    """A drafter of maximal certainty: its likeliest token has nearly all probability."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.name, self.feeding, self._drafter = drafter.name, drafter.feeding, drafter
@@ -357,10 +360,10 @@ class Trusting:
 
 @pytest.mark.parametrize("expansion", [CHAIN, parse_expansion("noise_aware.8.5.4")], ids=str)
 @pytest.mark.parametrize("by_library", [True, False])
-def test_what_a_prediction_foretold_is_its_own_whoever_gives_it_more(by_library, expansion, monkeypatch):
-    """A penalty that moves nothing has the model asked everywhere: what is foretold might be hindered.
+def test_predicted_tokens_keep_their_source(by_library, expansion, monkeypatch):
+    """A penalty without effect makes the model run everywhere, because it might change a predicted token.
 
-    Chances are corrected, and what comes of them learnt, as of the model's tokens.
+    Their chances are corrected, and their outcomes learnt, like those of the model's tokens.
     """
     if not by_library:
         monkeypatch.setattr(native, "can_mix", lambda device: False)
@@ -389,7 +392,7 @@ def test_what_a_prediction_foretold_is_its_own_whoever_gives_it_more(by_library,
     assert bool(learnt) == bool(corrected) == (expansion is not CHAIN)
 
 
-def test_steps_tell_drafted_and_accepted_tokens_apart_by_source():
+def test_steps_count_tokens_by_source():
     text = own_greedy_text("llama", LONG, 30)
     engine, _ = engine_of(FixedExpansion(Expansion(1, 2, 2)))
     stats = run(engine, [replace(greedy("r", LONG, 30), prediction_ids=tuple(text[:10]))]).stats
@@ -400,12 +403,12 @@ def test_steps_tell_drafted_and_accepted_tokens_apart_by_source():
     assert set(sources) >= {DraftSource.PREDICTION, DraftSource.MODEL}
 
 
-def test_tenants_outputs_speed_up_their_own_requests_alone():
+def test_tenant_outputs_speed_up_own_requests_only():
     def num_steps(second_tenant: str) -> int:
         drafter = TextDrafter(61, CPU, TextCache(2, RecentLimits(100)))
         engine, prompt = tiny_engine(model("llama"), drafter, FixedExpansion(CHAIN)), (5, 9, 33, 4)
         run(engine, [replace(greedy("0", prompt, 30), tenant="mine")])
         return len(run(engine, [replace(greedy("1", prompt, 30), tenant=second_tenant)]).stats)
 
-    mine, others, nobodys = (num_steps(tenant) for tenant in ("mine", "other", ""))
-    assert mine < others == nobodys
+    mine, others, without = (num_steps(tenant) for tenant in ("mine", "other", ""))
+    assert mine < others == without

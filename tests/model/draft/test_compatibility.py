@@ -1,4 +1,4 @@
-"""What does not belong together is refused by name before weights are loaded; what is only padded otherwise is exact."""
+"""Unfit drafters are refused by name before weights are loaded. Drafters that differ only in padding are exact."""
 
 import json
 import logging
@@ -85,7 +85,7 @@ def test_each_difference_is_refused_by_name(target, tmp_path, change, words):
     assert "\n" not in refusal
 
 
-def test_what_does_not_belong_is_refused_before_any_weight_is_loaded(target, tmp_path, monkeypatch):
+def test_unfit_drafter_is_refused_before_weight_load(target, tmp_path, monkeypatch):
     draft = model_folder(tmp_path / "draft", words=WORDS[::-1], special=(), eos=9)
     monkeypatch.setattr("engine.build.load_model", None)
     config = EngineConfig(str(target), drafter="model", draft_model=str(draft), scheduler=SMALL)
@@ -99,7 +99,7 @@ def test_what_does_not_belong_is_refused_before_any_weight_is_loaded(target, tmp
         assert words in str(raised.value)
 
 
-def test_the_same_vocabulary_is_accepted_without_a_word(target, tmp_path):
+def test_same_vocabulary_is_accepted_silently(target, tmp_path):
     found = compared(target, model_folder(tmp_path / "draft", tiny_module("llama", 3, num_layers=2)))
     assert (found.refusals, found.warnings) == ((), ())
     assert "61 tokens" in found.facts[0]
@@ -145,7 +145,7 @@ TREES = [Expansion(2, 2, 2), Expansion(0, 3, 4, "heap", 9), Expansion(0, 3, 4, "
 
 @pytest.mark.parametrize("num_rows", [48, 80])
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_a_drafter_that_is_padded_otherwise_changes_no_text(num_rows, tree):
+def test_differently_padded_drafter_changes_no_token(num_rows, tree):
     engine = drafting(repadded(num_rows))
     speculation = Speculation(expansion=tree)
     for index, prompt in enumerate(PROMPTS):
@@ -159,8 +159,8 @@ def test_a_drafter_that_is_padded_otherwise_changes_no_text(num_rows, tree):
 
 
 @pytest.mark.parametrize("num_rows", [48, 64])
-def test_what_the_target_has_no_row_for_is_never_drafted(num_rows):
-    """Nor what the drafter has none for: its chance is 0, and the law sums to 1."""
+def test_tokens_without_target_row_are_not_drafted(num_rows):
+    """Tokens without a drafter's row neither: their probability is 0, and the distribution sums to 1."""
     probs = []
 
     class Seen(RepaddedModel):
@@ -177,11 +177,11 @@ def test_what_the_target_has_no_row_for_is_never_drafted(num_rows):
     assert bool((every[:, num_rows:] == 0).all())
 
 
-def test_the_mutant_that_pads_with_zeros_drafts_what_does_not_exist(monkeypatch):
+def test_mutant_padding_with_zeros_drafts_missing_tokens(monkeypatch):
     pad = functional.pad
     monkeypatch.setattr(functional, "pad", lambda logits, sizes, value: pad(logits, sizes))
     with pytest.raises(AssertionError):
-        test_what_the_target_has_no_row_for_is_never_drafted(48)
+        test_tokens_without_target_row_are_not_drafted(48)
 
 
 def test_the_mutant_that_feeds_unknown_ids_fails(monkeypatch):
@@ -190,7 +190,7 @@ def test_the_mutant_that_feeds_unknown_ids_fails(monkeypatch):
         run(drafting(repadded(48)), [Request("r", PROMPTS[0], SamplingParams(max_tokens=4))])
 
 
-def test_a_configured_pair_of_other_padding_is_served(target, tmp_path):
+def test_configured_pair_of_different_padding_is_served(target, tmp_path):
     draft = model_folder(tmp_path / "draft", with_rows(64), (*WORDS, "[PAD61]", "[PAD62]", "[PAD63]"))
     config = EngineConfig(str(target), drafter="model", draft_model=str(draft), policy="fixed", scheduler=SMALL)
     request = Request("r", PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
@@ -208,12 +208,12 @@ def lens_file(path: Path, made_for: Path | None, width: int = 32) -> Path:
     return path
 
 
-def test_a_lens_of_this_very_model_is_accepted(target, tmp_path):
+def test_lens_of_the_same_model_is_accepted(target, tmp_path):
     found = compare_fingerprint(target, lens_file(tmp_path / "lens", target))
     assert (found.refusals, found.warnings) == ((), ())
 
 
-def test_a_lens_of_other_weights_is_a_warning_and_drafts(target, tmp_path, caplog):
+def test_lens_of_other_weights_warns_and_drafts(target, tmp_path, caplog):
     other = model_folder(tmp_path / "other", tiny_module("llama", 5))
     file = lens_file(tmp_path / "lens", other)
     assert not compare_fingerprint(target, file).refusals
@@ -231,7 +231,7 @@ OTHER_MODELS = {
 
 
 @pytest.mark.parametrize(("change", "words"), OTHER_MODELS.values(), ids=OTHER_MODELS)
-def test_a_lens_of_another_vocabulary_or_shape_is_refused(target, tmp_path, change, words):
+def test_lens_of_other_vocabulary_is_refused(target, tmp_path, change, words):
     file = lens_file(tmp_path / "lens", model_folder(tmp_path / "other", **change))
     (refusal,) = compare_fingerprint(target, file).refusals
     assert words in refusal
@@ -239,7 +239,7 @@ def test_a_lens_of_another_vocabulary_or_shape_is_refused(target, tmp_path, chan
         build_engine(EngineConfig(str(target), drafter="early-exit", lens=str(file), scheduler=SMALL))
 
 
-def test_a_head_is_held_against_the_target_too(target, tmp_path):
+def test_head_is_also_compared_with_target(target, tmp_path):
     """The mutant that looks at lenses alone builds an engine here."""
     other = model_folder(tmp_path / "other", words=(*WORDS[:5], WORDS[6], WORDS[5], *WORDS[7:]))
     random_head().save(tmp_path / "head", {"target_fingerprint": fingerprint(other).as_text()})
@@ -247,7 +247,7 @@ def test_a_head_is_held_against_the_target_too(target, tmp_path):
         build_engine(EngineConfig(str(target), drafter="head", head=str(tmp_path / "head"), scheduler=SMALL))
 
 
-def test_a_lens_that_does_not_say_is_checked_by_its_size_alone(target, tmp_path):
+def test_lens_without_fingerprint_is_checked_by_size(target, tmp_path):
     file = lens_file(tmp_path / "lens", None)
     assert recorded_fingerprint(file) is None
     found = compare_fingerprint(target, file)
@@ -258,7 +258,7 @@ def test_a_lens_that_does_not_say_is_checked_by_its_size_alone(target, tmp_path)
         build_engine(EngineConfig(str(target), drafter="early-exit", lens=str(wide), scheduler=SMALL))
 
 
-def test_a_file_that_is_none_is_told(target, tmp_path):
+def test_file_without_a_lens_is_reported(target, tmp_path):
     (tmp_path / "text").write_text("no tensors")
     with pytest.raises(BadConfiguration, match="missing cannot be read"):
         build_engine(EngineConfig(str(target), drafter="early-exit", lens=str(tmp_path / "missing"), scheduler=SMALL))
@@ -270,7 +270,7 @@ def test_a_file_that_is_none_is_told(target, tmp_path):
         recorded_fingerprint(tmp_path / "odd")
 
 
-def test_a_tuned_model_is_not_the_one_a_lens_was_made_for(target, tmp_path):
+def test_tuned_model_does_not_match_the_lens(target, tmp_path):
     file = lens_file(tmp_path / "lens", target)
     tuned = model_folder(tmp_path / "tuned")
     tensors = load_file(tuned / "model.safetensors")
@@ -284,13 +284,13 @@ def test_a_tuned_model_is_not_the_one_a_lens_was_made_for(target, tmp_path):
 
 
 def checked(capsys, *flags: object) -> tuple[int, str]:
-    capsys.readouterr()  # what writing the folders said
+    capsys.readouterr()  # output of writing the folders
     status = server.cli.main.main(["drafter", "check", *map(str, flags)])
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 
 
-def test_the_command_prints_the_comparison_and_its_status_is_the_verdict(target, tmp_path, capsys):
+def test_command_prints_comparison_and_returns_verdict(target, tmp_path, capsys):
     good = model_folder(tmp_path / "good", eos=[2, 5])
     bad = model_folder(tmp_path / "bad", words=WORDS[:-1], eos=9)
     status, text = checked(capsys, "--model", target, "--draft-model", good)

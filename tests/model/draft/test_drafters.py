@@ -25,8 +25,8 @@ from tests.model.rows import decoding_row
 from tests.model.tiny import model, own_greedy_text, own_module
 
 
-def test_cached_distributions_are_proposed_where_there_are_any():
-    """The law is the share of continuations of the longest match; what was never seen stays a leaf."""
+def test_cached_distributions_are_proposed_where_available():
+    """The distribution is the share of continuations of the longest match. A context without a match stays a leaf."""
     trees = [GrowingTree(decoding_row(text, request_id=str(text))) for text in ((1, 2, 0, 3, 1, 2, 1, 3, 1, 2), (1, 2, 3))]
     proposal = TextDrafter(4, CPU).feed([], [FrontierNode(tree, ROOT, 1) for tree in trees])
     assert proposal.indices == (0,)
@@ -34,7 +34,7 @@ def test_cached_distributions_are_proposed_where_there_are_any():
     assert proposal.origins == {0: {1: Origin(DraftSource.CACHE, True)}}
 
 
-def test_ngram_trees_go_on_from_the_drafted_path_and_leave_others_alone():
+def test_ngram_trees_extend_matched_paths_only():
     """Unmatched rows keep their root alone; a matched one follows the text it has seen."""
     rows = [
         decoding_row((0, 1, 2), Expansion(4, 1, 0), request_id="none"),
@@ -46,7 +46,7 @@ def test_ngram_trees_go_on_from_the_drafted_path_and_leave_others_alone():
 
 
 def random_lens(num_layers: int = 2, width: int = 32, seed: int = 0) -> Lens:
-    """Return a lens near the identity, so that its drafts say something."""
+    """Return a lens near the identity, so that its drafts are meaningful."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.eye(width) + 0.05 * torch.randn(width, width, generator=generator)
     return Lens(
@@ -55,7 +55,7 @@ def random_lens(num_layers: int = 2, width: int = 32, seed: int = 0) -> Lens:
 
 
 def early_exit_logits(text: list[int], lens: Lens) -> torch.Tensor:
-    """Return what the drafter must say after the text: transformers' own state, the lens, the norm, the head."""
+    """Return the expected proposal after the sequence: transformers' own state, the lens, the norm, the head."""
     module = own_module("llama")
     with torch.inference_mode():
         states = module(input_ids=torch.tensor([text]), output_hidden_states=True, use_cache=False).hidden_states
@@ -64,7 +64,7 @@ def early_exit_logits(text: list[int], lens: Lens) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_early_exit_says_what_the_lens_makes_of_the_first_layers(num_layers):
+def test_early_exit_proposes_lens_of_first_layers(num_layers):
     lens, cache = random_lens(num_layers), KVCache(64, CPU)
     drafter = early_exit_drafter(model("llama"), cache, lens)
     row = decoding_row((5, 9, 33, 4), Expansion(1, 2, 2))
@@ -78,7 +78,7 @@ def test_early_exit_says_what_the_lens_makes_of_the_first_layers(num_layers):
     assert cache.num_layers == num_layers
 
 
-def test_early_exit_writes_the_keys_the_target_would():
+def test_early_exit_writes_the_target_keys():
     cache = KVCache(8, CPU)
     drafter = early_exit_drafter(model("llama"), cache, random_lens())
     grow(growers_of(drafter, 61, CPU), [decoding_row((5, 9, 33, 4), Expansion(1, 1, 0))])
@@ -96,7 +96,7 @@ def engine_with_early_exit(policy=None):
     return engine
 
 
-def test_early_exit_changes_no_text_and_keeps_the_shared_cache_right():
+def test_early_exit_keeps_tokens_and_shared_cache():
     engine = engine_with_early_exit(RandomExpansion(1))
     prompts = [[5 + (7 * row + 3 * i) % 50 for i in range(3 + 5 * row)] for row in range(3)]
     errors: list[float] = []
@@ -117,8 +117,8 @@ def test_early_exit_changes_no_text_and_keeps_the_shared_cache_right():
 
 @needs_library
 @pytest.mark.parametrize("prompt", [[7], [5, 12, 19, 26, 33]])
-def test_early_exit_shares_the_cache_of_a_target_that_rounds_keys(prompt):
-    """Whoever writes first: of a prompt of one token that is the drafter."""
+def test_early_exit_shares_cache_of_rounding_target(prompt):
+    """Either may write first: for a prompt of one token it is the drafter."""
     target = adopt(tiny_module("llama"), CPU, NATIVE, "int8")
     engine = tiny_engine(target, TextDrafter(61, CPU), RandomExpansion(1))
     give_drafter(engine, early_exit_drafter(target, engine._target.cache, random_lens()))
@@ -129,7 +129,7 @@ def test_early_exit_shares_the_cache_of_a_target_that_rounds_keys(prompt):
     assert engine._target.cache.gather(0, torch.tensor([[0]]))[0].dtype == torch.float16
 
 
-def test_a_cache_is_not_read_as_what_it_does_not_hold():
+def test_cache_of_another_format_is_not_read():
     cache = KVCache(2, CPU)
     cache.write(0, torch.tensor([0]), torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match=r"float32, not torch\.float16"):
@@ -152,11 +152,11 @@ def test_another_file_is_no_lens(tmp_path):
 
 
 @pytest.mark.parametrize("lens", [random_lens(width=16), random_lens(num_layers=3)])
-def test_a_lens_that_does_not_fit_is_refused(lens):
+def test_unfit_lens_is_refused(lens):
     with pytest.raises(ValueError, match="does not fit"):
         early_exit_drafter(model("llama"), KVCache(1, CPU), lens)
 
 
-def test_a_drafter_says_whether_it_needs_feeding():
+def test_drafter_reports_whether_it_needs_feeding():
     assert early_exit_drafter(model("llama"), KVCache(1, CPU), random_lens()).feeding is Feeding.TARGET_CACHE
     assert TextDrafter(4, CPU).feeding is Feeding.TARGET_CACHE

@@ -1,4 +1,4 @@
-"""Growth: trees have the shape that was asked for, and their children the very law that is kept for the verifier."""
+"""Growth: trees have the requested shape. Children are drawn from exactly the distribution that the verifier gets."""
 
 from collections import Counter
 from dataclasses import replace
@@ -48,7 +48,7 @@ def path_text(text, tree: TokenTree, node: int) -> list[int]:
 
 
 def check_shape(tree: TokenTree, expansion: Expansion) -> None:
-    """Every node has the draws its depth and the paths through it ask for."""
+    """Each node has the draws that its depth and the paths through it need."""
     num_paths = {ROOT: 1}
     for node, drawn in enumerate(tree.draws):
         depth, fork = tree.depths[node], expansion.branches if tree.depths[node] == expansion.trunk else 1
@@ -77,8 +77,8 @@ def rows_of(several, sampling: SamplingParams, verifier: str, seed: int):
 
 @settings(max_examples=40)
 @given(batches, sampling_params(), st.integers(0, 2**62))
-def test_sampled_trees_have_their_shape_and_their_distributions(several, sampling, seed):
-    """`law_rows` names the processed law of the drafter after each node's path, and children come from its support."""
+def test_sampled_trees_have_their_shape_and_distributions(several, sampling, seed):
+    """`probs_rows` points at the drafter's processed distribution after each node's path. Children come from its support."""
     rows = rows_of(several, sampling, "traversal", seed)
     grown = grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows)
     for row, tree, probs_rows, fed in zip(rows, grown.forest.trees, grown.forest.probs_rows, grown.fed, strict=True):
@@ -95,7 +95,7 @@ def test_sampled_trees_have_their_shape_and_their_distributions(several, samplin
 
 @settings(max_examples=40)
 @given(batches, st.sampled_from(["greedy", "coupled"]), sampling_params(), st.integers(0, 2**62), st.sampled_from([1.0, 2.5]))
-def test_ranked_trees_take_the_best_of_their_ranking(several, kind, sampling, seed, sharpness):
+def test_ranked_trees_take_the_best_tokens(several, kind, sampling, seed, sharpness):
     rows = rows_of(several, GREEDY if kind == "greedy" else sampling, "coupled", seed)
     calibrations = Calibrations()
     calibrations.of(rows[0]).agreement.log_prob_weight *= sharpness
@@ -103,9 +103,9 @@ def test_ranked_trees_take_the_best_of_their_ranking(several, kind, sampling, se
     assert len(grown.forest.draft_probs_RV) == 0
     for row, tree in zip(rows, grown.forest.trees, strict=True):
         for node, drawn in enumerate(tree.draws):
-            asked = num_draws(row.expansion, tree.depths[node], 1)
+            width = num_draws(row.expansion, tree.depths[node], 1)
             text = path_text(row.certain_ids, tree, node)
-            expected = ranking(text, row.sampling, row.seed, sharpness)[:asked]
+            expected = ranking(text, row.sampling, row.seed, sharpness)[:width]
             assert [tree.token_ids[child] for child in drawn] == expected
 
 
@@ -121,22 +121,22 @@ def ranking(text: list[int], sampling: SamplingParams, seed: int, sharpness: flo
 
 @settings(max_examples=25)
 @given(batches, st.sampled_from([("traversal", SAMPLED), ("coupled", SAMPLED), ("coupled", GREEDY)]), st.integers(0, 2**62))
-def test_a_tree_does_not_depend_on_batch_mates(several, kind, seed):
+def test_tree_is_independent_of_batch_mates(several, kind, seed):
     rows = rows_of(several, kind[1], kind[0], seed)
     together = grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows).forest.trees
     assert together == tuple(grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), [row]).forest.trees[0] for row in rows)
 
 
-def test_batch_mates_kill_draws_by_place_in_the_batch(monkeypatch):
+def test_batch_mates_detect_draws_by_batch_index(monkeypatch):
     calls = iter(range(10**6))
-    monkeypatch.setattr(children, "_uniforms", lambda asked, count: [(0.37 * next(calls) + 0.11 * i) % 1 for i in range(count)])
+    monkeypatch.setattr(children, "_uniforms", lambda node, count: [(0.37 * next(calls) + 0.11 * i) % 1 for i in range(count)])
     rows = rows_of([([5, 6], Expansion(2, 2, 2)), ([9], Expansion(0, 3, 2))], SAMPLED, "traversal", 0)
     together = grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows).forest.trees
     assert together[1] != grow(growers_of(model_drafter(), VOCAB_SIZE, CPU), rows[1:]).forest.trees[0]
 
 
-# Laws of the next token over a vocabulary of four, by last token.
-LAWS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.7, 0.1, 0.1, 0.1]])
+# Distributions of the next token over a vocabulary of four, by last token.
+TABLE = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.7, 0.1, 0.1, 0.1]])
 FORK = Expansion(1, 2, 1)
 
 
@@ -144,13 +144,13 @@ def forks(num_seeds: int = 4000, root_position: int = 2) -> list[tuple[int, int,
     """Return (trunk token, first branch, second branch) for each seed, all grown in one batch."""
     text = (1,) * root_position + (0,)
     rows = [decoding_row(text, FORK, seed=seed, request_id=str(seed)) for seed in range(num_seeds)]
-    trees = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows).forest.trees
+    trees = grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), rows).forest.trees
     return [(tree.token_ids[1], tree.token_ids[tree.draws[1][0]], tree.token_ids[tree.draws[1][1]]) for tree in trees]
 
 
 def fork_z() -> float:
-    """Return how far trunk and branches are from independent draws of the laws."""
-    distribution = {(t, a, b): float(LAWS[0, t] * LAWS[t, a] * LAWS[t, b]) for t, a, b in product(range(4), repeat=3)}
+    """Return how far trunk and branches are from independent draws."""
+    distribution = {(t, a, b): float(TABLE[0, t] * TABLE[t, a] * TABLE[t, b]) for t, a, b in product(range(4), repeat=3)}
     return z_of_counts(Counter(forks()), {outcome: p for outcome, p in distribution.items() if p > 0})
 
 
@@ -158,16 +158,16 @@ def test_children_are_independent_draws_of_the_distribution():
     assert fork_z() < PASSES_BELOW
 
 
-def one_uniform_for_all_nodes(asked, count):
-    return _UNIFORMS(replace(asked, node=ROOT), count)
+def one_uniform_for_all_nodes(node, count):
+    return _UNIFORMS(replace(node, node=ROOT), count)
 
 
-def one_uniform_for_all_draws(asked, count):
-    return _UNIFORMS(asked, 1) * count
+def one_uniform_for_all_draws(node, count):
+    return _UNIFORMS(node, 1) * count
 
 
-def draws_of_neighbours_shared(asked, count):
-    return _UNIFORMS(asked, count + 1)[1:] if asked.node == ROOT else _UNIFORMS(replace(asked, node=ROOT), count)
+def draws_of_neighbours_shared(node, count):
+    return _UNIFORMS(node, count + 1)[1:] if node.node == ROOT else _UNIFORMS(replace(node, node=ROOT), count)
 
 
 def distinct_draws(*args):
@@ -185,12 +185,12 @@ _UNIFORMS, _DRAWN = children._uniforms, children._sample_iid
 
 
 @pytest.mark.parametrize("mutant", [one_uniform_for_all_nodes, one_uniform_for_all_draws, draws_of_neighbours_shared])
-def test_independence_of_draws_kills(mutant, monkeypatch):
+def test_independence_of_draws_detects_mutants(mutant, monkeypatch):
     monkeypatch.setattr(children, "_uniforms", mutant)
     assert fork_z() > FAILS_ABOVE
 
 
-def test_independence_of_draws_kills_draws_without_replacement(monkeypatch):
+def test_independence_test_detects_draws_without_replacement(monkeypatch):
     monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.IID, distinct_draws)
     assert fork_z() > FAILS_ABOVE
 
@@ -198,7 +198,7 @@ def test_independence_of_draws_kills_draws_without_replacement(monkeypatch):
 def position_z() -> float:
     """Return the dependence between the draws at two positions, over seeds."""
     here, there = ([trunk for trunk, *_ in forks(root_position=position)] for position in (2, 3))
-    distribution = {(a, b): float(LAWS[0, a] * LAWS[0, b]) for a, b in product(range(4), repeat=2)}
+    distribution = {(a, b): float(TABLE[0, a] * TABLE[0, b]) for a, b in product(range(4), repeat=2)}
     return z_of_counts(Counter(zip(here, there, strict=True)), distribution)
 
 
@@ -206,21 +206,21 @@ def test_draws_at_two_positions_are_independent():
     assert position_z() < PASSES_BELOW
 
 
-def test_positions_kill_a_key_without_position(monkeypatch):
+def test_positions_detect_key_without_position(monkeypatch):
     monkeypatch.setattr(children, "stream_key", lambda seed, position, stream: stream_key(seed, 0, stream))
     assert position_z() > FAILS_ABOVE
 
 
-def test_equal_draws_are_one_node_listed_as_often_as_drawn():
+def test_equal_draws_are_one_node_with_multiplicity():
     certain = torch.full((4, 4), float("-inf"))
     certain[:, 3] = 0.0
     tree = grow(growers_of(TableDrafter(certain), 4, CPU), [decoding_row((0,), Expansion(1, 3, 2))]).forest.trees[0]
     assert tree.draws == ((1,), (2, 2, 2), (3, 3, 3), ())
 
 
-def test_a_uniform_at_the_very_top_stays_inside_the_distribution(monkeypatch):
+def test_largest_uniform_draws_a_valid_token(monkeypatch):
     """The point u x total can round up to the total, past every token; the draw was then no token at all."""
-    monkeypatch.setattr(children, "_uniforms", lambda asked, count: [1.0 - 2.0**-53] * count)
+    monkeypatch.setattr(children, "_uniforms", lambda node, count: [1.0 - 2.0**-53] * count)
     logits = torch.tensor([[0.3, 0.1, 0.7, float("-inf")]]).repeat(4, 1)
     tree = grow(growers_of(TableDrafter(logits), 4, CPU), [decoding_row((0,), Expansion(3, 2, 2))]).forest.trees[0]
     assert set(tree.token_ids[1:]) == {2}
@@ -230,7 +230,7 @@ def test_a_uniform_at_the_very_top_stays_inside_the_distribution(monkeypatch):
 @pytest.mark.parametrize(("sampling", "verifier"), [(SAMPLED, "traversal"), (SAMPLED, "coupled"), (GREEDY, "coupled")])
 def test_broken_draft_logits_end_the_tree(broken, sampling, verifier):
     """They once drew a token outside the vocabulary, which failed the step for everybody."""
-    logits = LAWS.log().clone()
+    logits = TABLE.log().clone()
     logits[3, 1] = broken
     rows = [
         decoding_row((first,), Expansion(2, 2, 1), sampling, verifier, seed, str(seed)) for seed, first in enumerate((3, 0, 1, 2))
@@ -244,9 +244,9 @@ def test_broken_draft_logits_end_the_tree(broken, sampling, verifier):
 
 
 @pytest.mark.parametrize("first_broken", range(4))
-def test_where_kinds_are_mixed_broken_logits_end_their_own_trees(first_broken):
-    """Offers are made kind by kind, and in each for the rows that have a law."""
-    logits = LAWS.log().clone()
+def test_broken_logits_end_only_their_own_tree(first_broken):
+    """Offers are made kind by kind, and in each kind for the rows that have a distribution."""
+    logits = TABLE.log().clone()
     logits[first_broken, 1] = float("nan")
     kinds = [(SAMPLED, "traversal"), (SAMPLED, "coupled"), (GREEDY, "coupled"), (SAMPLED, "nss")]
     rows = [
@@ -266,7 +266,7 @@ def test_plain_growth_is_roots_alone():
     assert grown.fed == (frozenset(), frozenset())
 
 
-def test_a_batch_of_chunks_grows_nothing_but_feeds():
+def test_batch_of_chunks_only_feeds_the_drafter():
     """A drafter with a cache of its own is fed the chunk; its keys are there for the tree that comes later."""
     chunk = replace(decoding_row((5, 6, 7, 8), Expansion(0, 1, 0)), is_decoding=False)
     drafter = model_drafter()
@@ -279,7 +279,7 @@ def test_a_batch_of_chunks_grows_nothing_but_feeds():
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
-def test_where_nobody_drafts_the_drafter_is_fed_and_roots_are_what_strategies_would_grow(is_traced):
+def test_batch_without_drafts_feeds_and_keeps_roots(is_traced):
     rows = [replace(decoding_row((5, 9, 33), Expansion(0, 1, 0)), is_traced=is_traced), decoding_row((4,), Expansion(0, 1, 0))]
     strategies = [strategy_of(row, Calibrations().of(row)) for row in rows]
     grown, expected = grow(growers_of(model_drafter(), 61, CPU), rows), grow_by(strategies, model_drafter(), rows, 61, CPU)

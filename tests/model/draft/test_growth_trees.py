@@ -1,6 +1,6 @@
 """Trees that find their own shape: each is drawn with the very probability that enumeration gives it, order of siblings included.
 
-The mutants are the mistakes of public code: siblings reordered, a draw thrown away, laws that are not those drawn from.
+The mutants are mistakes of public code: siblings reordered, a draw dropped, distributions other than those drawn from.
 """
 
 from collections import Counter
@@ -36,25 +36,25 @@ from tests.model.distributions import probs_of
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, SAMPLED, TableDrafter, decoding_row
 
-# Laws of the next token over a vocabulary of four, by last token; one token cannot follow 2, the laws of 3 are nearly certain.
-LAWS = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.94, 0.02, 0.02, 0.02]])
+# Distributions of the next token by last token. One token cannot follow 2; the distributions of 3 are nearly certain.
+TABLE = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.94, 0.02, 0.02, 0.02]])
 NUM_SEEDS = 5000
 
 Shape = tuple[tuple[int, ...], ...]  # each node's children's tokens in sampling order, nodes by their path
 
 
 class Table:
-    """The table as an enumerated model: a context's law is its last token's."""
+    """The table as an enumerated model: a context's distribution is its last token's."""
 
     vocab_size = 4
 
     def draft(self, context):
-        distribution = LAWS[context[-1] if context else 0].double().numpy()
+        distribution = TABLE[context[-1] if context else 0].double().numpy()
         return distribution / distribution.sum()
 
 
 def shape(tree: TokenTree) -> Shape:
-    """Return what was drawn, whatever the numbers of the nodes."""
+    """Return the drawn tree, independent of node numbers."""
     paths = {node: tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(tree.num_nodes)}
     order = sorted(paths, key=lambda node: paths[node])
     return tuple((*paths[node], -1, *(tree.token_ids[child] for child in tree.draws[node])) for node in order)
@@ -63,7 +63,7 @@ def shape(tree: TokenTree) -> Shape:
 def grown_trees(expansion: Expansion, verifier: str = "traversal", num_seeds: int = NUM_SEEDS):
     """Return the trees of many seeds after token 0, all grown in one batch."""
     rows = [decoding_row((1, 0), expansion, SAMPLED, verifier, seed, str(seed)) for seed in range(num_seeds)]
-    return grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows).forest.trees
+    return grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), rows).forest.trees
 
 
 def z_of_trees(expansion: Expansion, distribution: dict[Shape, float]) -> float:
@@ -79,7 +79,10 @@ def heap_probs(budget):
 
 
 def drawn_by(decide):
-    """Return the law of trees grown level by level; `decide(context, value)` says while what mass is left siblings are drawn."""
+    """Return the distribution of trees grown level by level.
+
+    `decide(context, value)` returns the remaining mass above which siblings are drawn.
+    """
 
     def families(context, value):
         goes_on = decide(context, value)
@@ -181,7 +184,7 @@ def unlikely_dropped(candidates: children.ChildCandidates) -> children.ChildCand
 
 @pytest.mark.parametrize("spoil", [by_prob, by_token, unlikely_dropped])
 @pytest.mark.parametrize(("expansion", "distribution"), [(HEAP, heap_probs(3)), (DISTINCT, delayed_distinct_probs())])
-def test_the_distributions_of_trees_kill_tampering_with_draws(spoil, expansion, distribution, monkeypatch):
+def test_tree_distributions_detect_altered_draws(spoil, expansion, distribution, monkeypatch):
     monkeypatch.setitem(children._SAMPLING_RULES, expansion.kind, tampered(spoil, expansion.kind))
     unexpected = {shape(tree) for tree in grown_trees(expansion)} - {*distribution}
     assert unexpected or z_of_trees(expansion, distribution) > FAILS_ABOVE
@@ -198,7 +201,7 @@ def z_of_samples(trees):
             if drawn:
                 *fixed, sample = (tree.token_ids[child] for child in drawn)
                 last = tree.token_ids[node]
-                assert fixed == LAWS[last].argsort(descending=True, stable=True)[: len(fixed)].tolist()
+                assert fixed == TABLE[last].argsort(descending=True, stable=True)[: len(fixed)].tolist()
                 assert sample not in fixed
                 observed[last, tuple(fixed), sample] += 1
     families: Counter[Any] = Counter()
@@ -207,25 +210,25 @@ def z_of_samples(trees):
     total = sum(families.values())
     distribution: dict[Any, float] = {}
     for (last, fixed), count in families.items():
-        rest = [0.0 if token_id in fixed else float(LAWS[last, token_id]) for token_id in range(4)]
+        rest = [0.0 if token_id in fixed else float(TABLE[last, token_id]) for token_id in range(4)]
         distribution |= {(last, fixed, token_id): count / total * p / sum(rest) for token_id, p in enumerate(rest) if p}
     return z_of_counts(observed, distribution)
 
 
-def test_a_set_is_fixed_by_the_distribution_and_its_sample_drawn_off_it():
+def test_set_is_fixed_and_sample_excludes_it():
     trees = grown_trees(SET_TREE, verifier="univer", num_seeds=2000)
     assert max(tree.num_nodes for tree in trees) <= 9
     assert {len(tree.draws[ROOT]) for tree in trees} == {3}
     assert z_of_samples(trees) < PASSES_BELOW
 
 
-def test_a_sample_off_the_set_kills_draws_of_the_whole_distribution(monkeypatch):
+def test_sample_outside_set_detects_full_distribution_draws(monkeypatch):
     monkeypatch.setattr(children._ResidualSampler, "take", lambda self, ids_P, is_taken_P=None: self.num_taken_P.add_(is_taken_P))
     with pytest.raises(AssertionError):
         z_of_samples(grown_trees(SET_TREE, verifier="univer", num_seeds=500))
 
 
-def test_where_the_set_would_be_the_whole_distribution_its_last_is_the_sample():
+def test_full_set_uses_its_last_as_sample():
     certain = torch.full((4, 4), float("-inf"))
     certain[:, 2] = 0.0
     row = decoding_row((0,), SET_TREE, SAMPLED, "univer")
@@ -248,7 +251,7 @@ def test_where_the_set_would_be_the_whole_distribution_its_last_is_the_sample():
 def test_no_tree_outgrows_its_limits(tree_name, max_nodes, depth, branches, verifier, seed):
     expansion = Expansion(0, branches, depth, tree_name, max_nodes)
     sampling = GREEDY if verifier == "greedy" else SAMPLED
-    grown = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), [decoding_row((1, 0), expansion, sampling, verifier, seed)])
+    grown = grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), [decoding_row((1, 0), expansion, sampling, verifier, seed)])
     tree = grown.forest.trees[0]
     assert 2 <= tree.num_nodes <= max_nodes + 1
     assert max(tree.depths) <= depth
@@ -274,7 +277,7 @@ def test_no_tree_outgrows_its_limits(tree_name, max_nodes, depth, branches, veri
         ("noise_aware", "coupled", SAMPLED, BestFirst),
     ],
 )
-def test_a_tree_that_takes_nodes_back_is_grown_only_where_nothing_is_drawn(tree_name, verifier, sampling, strategy):
+def test_node_removing_tree_grows_only_without_draws(tree_name, verifier, sampling, strategy):
     expansion = Expansion(2, 2, 2, tree_name) if tree_name.startswith("delayed") else Expansion(0, 2, 3, tree_name, 8)
     assert type(strategy_of(decoding_row((0,), expansion, sampling, verifier), RuleCalibration())) is strategy
 
@@ -297,7 +300,7 @@ def places_drawn(strategy, probs: dict[tuple[int, ...], list[int]]) -> list[tupl
         for one in frontier:
             path = tuple(tree.token_ids[v] for v in tree.path(one.node)[1:])
             ids = probs.get(path, [0, 1, 2, 3])
-            distribution = LAWS[path[-1] if path else 0]
+            distribution = TABLE[path[-1] if path else 0]
             odds = tuple(float(distribution[token_id]) for token_id in ids)
             strategy.expand(one.node, children.ChildCandidates(tuple(ids), odds, (), float(distribution.square().sum())))
     return drawn
@@ -323,19 +326,19 @@ def calibrated(tree: GrowingTree) -> CalibratedHeap:
 
 
 @pytest.mark.parametrize("strategy_type", [Heap, calibrated])
-def test_what_is_drawn_next_does_not_depend_on_what_it_will_be(strategy_type):
+def test_next_draw_position_ignores_its_token(strategy_type):
     decides_beforehand(strategy_type)
 
 
 class Anticipating(Heap):
-    """A place is worth what its next token will be worth: the value-dependent ranking of public code."""
+    """The value of a place is the value of its next token: the value-dependent ranking of public code."""
 
     def _place_value(self, node, rank):
         odds = self._candidates[node].probs
         return self._values[node] * (odds[rank] if rank < len(odds) else 0.0)
 
 
-def test_decisions_made_beforehand_kill_a_heap_that_looks_at_the_token():
+def test_prior_decisions_detect_token_dependent_heap():
     with pytest.raises(AssertionError):
         decides_beforehand(Anticipating)
 
@@ -350,13 +353,13 @@ def brute_best(expansion, first):
     for _ in range(expansion.depth):
         frontier = [(*path, token_id) for path in frontier for token_id in best_tokens(path, first, expansion.branches)]
         for path in frontier:
-            distribution = LAWS[path[-2] if len(path) > 1 else first]
+            distribution = TABLE[path[-2] if len(path) > 1 else first]
             values[path] = values[path[:-1]] * float(distribution[path[-1]])
     return sorted((path for path in values if path), key=lambda path: -values[path])[: expansion.max_nodes]
 
 
 def best_tokens(path: tuple[int, ...], first: int, count: int) -> list[int]:
-    distribution = LAWS[path[-1] if path else first]
+    distribution = TABLE[path[-1] if path else first]
     return [
         token_id for token_id in distribution.argsort(descending=True, stable=True)[:count].tolist() if distribution[token_id] > 0
     ]
@@ -364,27 +367,27 @@ def best_tokens(path: tuple[int, ...], first: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("max_nodes", [1, 3, 6, 10])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_a_beam_is_nearly_the_best_tree_there_is(max_nodes, first):
-    """Nearly: what is fed and not kept in the end takes slots, and the deepest nodes are then not looked for."""
+def test_beam_is_close_to_the_best_tree(max_nodes, first):
+    """Nearly: fed nodes that are dropped in the end take slots, so the deepest nodes are not searched."""
     expansion = Expansion(0, 4, 12, "beam", max_nodes)
     row = decoding_row((1, first), expansion, SAMPLED, "nss")
-    tree = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), [row]).forest.trees[0]
+    tree = grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), [row]).forest.trees[0]
     paths = {tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(1, tree.num_nodes)}
     expected = brute_best(replace(expansion, depth=6), first)
     assert sum(map(value_of(first), paths)) >= 0.98 * sum(map(value_of(first), expected))
 
 
 def value_of(first: int) -> Callable[[tuple[int, ...]], float]:
-    return lambda path: float(np.prod([float(LAWS[a, b]) for a, b in zip((first, *path), path, strict=False)]))
+    return lambda path: float(np.prod([float(TABLE[a, b]) for a, b in zip((first, *path), path, strict=False)]))
 
 
 def test_nodes_that_moved_are_fed_again():
-    """A fed node's keys lie in the slot of the number it had: only where it kept the number may the drafter rely on them."""
+    """A fed node's keys are stored in the slot of its former number. The drafter may use them only if the number is unchanged."""
     assert check_fed(lambda strategy: strategy.finish()) > 20
 
 
 def check_fed(grown_of) -> int:
-    """Grow beams over random laws of twelve tokens; return how many fed nodes were dropped or moved."""
+    """Grow beams over random distributions of twelve tokens. Return how many fed nodes were dropped or moved."""
     generator = torch.Generator().manual_seed(0)
     num_changed = 0
     for _ in range(200):
@@ -403,7 +406,7 @@ def check_fed(grown_of) -> int:
     return num_changed
 
 
-def test_fed_nodes_kill_a_tree_that_forgets_they_moved():
+def test_fed_nodes_detect_forgotten_moves():
     def careless(strategy):
         grown = strategy.finish()
         return replace(grown, fed=frozenset(range(min(len(strategy.tree.fed), grown.tree.num_nodes))))
@@ -412,18 +415,18 @@ def test_fed_nodes_kill_a_tree_that_forgets_they_moved():
         check_fed(careless)
 
 
-def test_noise_aware_children_are_those_of_the_positions_own_noise():
+def test_noise_aware_children_use_their_position_noise():
     expansion = Expansion(0, 3, 3, "noise_aware", 6)
     rows = [decoding_row((1, 0), expansion, SAMPLED, "coupled", seed, str(seed)) for seed in range(40)]
-    for row, tree in zip(rows, grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows).forest.trees, strict=True):
+    for row, tree in zip(rows, grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), rows).forest.trees, strict=True):
         for node, drawn in enumerate(tree.draws):
             key = stream_key(row.seed, row.root_position + tree.depths[node] + 1, Stream.TOKEN)
-            distribution = probs_of(LAWS[tree.token_ids[node]][None].log(), [SAMPLED])[0].double().log()
+            distribution = probs_of(TABLE[tree.token_ids[node]][None].log(), [SAMPLED])[0].double().log()
             scores = AgreementWeights().sharpness * distribution + gumbels([key], 4)[0]
             assert [tree.token_ids[child] for child in drawn] == scores.argsort(descending=True)[: len(drawn)].tolist()
 
 
-def test_a_wide_gap_makes_a_trunk_and_a_narrow_one_branches():
+def test_wide_gap_makes_trunk_narrow_gap_branches():
     odds = [0.4, 0.3, 0.3]
     wide, narrow = AgreementWeights().chances(odds, [12.0, 1.0, 0.5], 1.0), AgreementWeights().chances(odds, [0.1, 0.2, 0.3], 1.0)
     assert wide[0] > 0.99
@@ -434,7 +437,7 @@ def test_a_wide_gap_makes_a_trunk_and_a_narrow_one_branches():
 # What does not pay is left out.
 
 NOISE_AWARE = Expansion(0, 4, 4, "noise_aware", 12)
-WORTH = [pytest.param(SAMPLED, id="coupled"), pytest.param(GREEDY, id="greedy")]
+RULES = [pytest.param(SAMPLED, id="coupled"), pytest.param(GREEDY, id="greedy")]
 
 
 def grown_at(
@@ -444,7 +447,7 @@ def grown_at(
     row = replace(decoding_row((1, 0), expansion, sampling, "coupled", seed), growth_costs=growth_costs)
     strategy = strategy_of(row, RuleCalibration())
     assert isinstance(strategy, BestFirst)
-    return strategy, growth.grow_by([strategy], TableDrafter(LAWS.log()), [row], 4, CPU).num_rounds
+    return strategy, growth.grow_by([strategy], TableDrafter(TABLE.log()), [row], 4, CPU).num_rounds
 
 
 def worths(strategy: BestFirst) -> dict[tuple[int, ...], float]:
@@ -466,8 +469,8 @@ def check_nodes_pay(sampling: SamplingParams) -> None:
         for cost in (0.05, 0.2, 0.5):
             kept = worths(grown_at(GrowthCosts(node=cost), sampling, seed)[0])
             assert kept == worths(grown_at(FREE_GROWTH, sampling, seed, replace(NOISE_AWARE, least_chance=cost))[0])
-            assert all(worth >= cost for worth in kept.values())
-            assert {path for path, worth in whole.items() if worth >= cost} <= kept.keys()
+            assert all(gain >= cost for gain in kept.values())
+            assert {path for path, gain in whole.items() if gain >= cost} <= kept.keys()
             num_left_out += len(whole) - len(kept)
     assert num_left_out > 0
 
@@ -479,8 +482,8 @@ def check_nodes_pay_as_they_come(sampling: SamplingParams) -> None:
     for seed in range(20):
         whole = sorted(worths(grown_at(FREE_GROWTH, sampling, seed)[0]).items(), key=lambda one: -one[1])
         kept = worths(grown_at(growth_costs, sampling, seed)[0])
-        pays = [worth >= cost for (_, worth), cost in zip(whole, (*growth_costs.nodes, *[0.4] * len(whole)), strict=False)]
-        assert sorted(kept.values(), reverse=True) == pytest.approx([worth for _, worth in whole][: [*pays, False].index(False)])
+        pays = [gain >= cost for (_, gain), cost in zip(whole, (*growth_costs.nodes, *[0.4] * len(whole)), strict=False)]
+        assert sorted(kept.values(), reverse=True) == pytest.approx([gain for _, gain in whole][: [*pays, False].index(False)])
         num_left_out += len(whole) - len(kept)
     assert num_left_out > 0
 
@@ -492,8 +495,8 @@ def check_levels_pay(sampling: SamplingParams) -> None:
         assert rounds[0] > rounds[-1] == 1  # the first is the policy's choice
 
 
-@pytest.mark.parametrize("sampling", WORTH)
-def test_nodes_and_levels_that_cost_more_than_they_bring_are_left_out(sampling):
+@pytest.mark.parametrize("sampling", RULES)
+def test_nodes_and_levels_without_gain_are_omitted(sampling):
     check_nodes_pay(sampling)
     check_nodes_pay_as_they_come(sampling)
     check_levels_pay(sampling)
@@ -505,7 +508,7 @@ class Wasteful(BestFirst):
         self._growth_costs, self._thresholds = FREE_GROWTH, FREE_GROWTH.least_chances(self._expansion)
 
 
-@pytest.mark.parametrize("sampling", WORTH)
+@pytest.mark.parametrize("sampling", RULES)
 @pytest.mark.parametrize("check", [check_nodes_pay, check_nodes_pay_as_they_come, check_levels_pay])
 def test_free_growth_is_noticed(check, sampling, monkeypatch):
     monkeypatch.setattr(growth, "BestFirst", Wasteful)
@@ -513,9 +516,9 @@ def test_free_growth_is_noticed(check, sampling, monkeypatch):
         check(sampling)
 
 
-def test_each_tree_tells_how_many_rounds_it_took():
+def test_tree_reports_its_number_of_rounds():
     rows = [decoding_row((1, 0), replace(NOISE_AWARE, depth=depth), SAMPLED, "coupled", 0, str(depth)) for depth in (1, 3, 2)]
-    grown = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), rows)
+    grown = grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), rows)
     assert grown.rounds == (1, 3, 2)
     assert grown.num_rounds == 3
 
@@ -530,7 +533,7 @@ def test_beam_trees_ignore_growth_costs():
 
 
 class Outcome(NamedTuple):
-    """What a node was offered, the temperature (1 where noise is empty), and the place of what was taken."""
+    """The offers of a node, the temperature (1 where noise is empty), and the place of the taken offer."""
 
     odds: list[float]
     noise: list[float]
@@ -550,7 +553,7 @@ def outcomes(
         odds = np.exp(logits / unit - np.logaddexp.reduce(logits / unit))
         gumbels = rng.gumbel(size=len(odds)) * (not is_greedy)
         taken = int((unit * (distribution * np.log(odds) + noise * gumbels) + rng.gumbel(size=len(odds))).argmax())
-        place = None if taken == len(odds) - 1 else taken  # the last stands for all that are not among the best
+        place = None if taken == len(odds) - 1 else taken  # the last index means: not among the best
         seen.append(Outcome(odds.tolist(), [] if is_greedy else gumbels.tolist(), unit, place))
     return seen
 
@@ -566,9 +569,9 @@ def weights(agreement: AgreementWeights) -> tuple[float, float]:
     return agreement.log_prob_weight, agreement.noise_weight
 
 
-def check_weights(distribution: float, noise: float, as_told: Callable[[Outcome], Outcome] = lambda one: one) -> None:
+def check_weights(distribution: float, noise: float, as_learnt: Callable[[Outcome], Outcome] = lambda one: one) -> None:
     seen = outcomes(distribution, noise, 4000, temperatures=(0.7, 0.3, 1.0, 0.0))
-    assert weights(learnt_of([*map(as_told, seen)])) == pytest.approx((distribution, noise), rel=0.25)
+    assert weights(learnt_of([*map(as_learnt, seen)])) == pytest.approx((distribution, noise), rel=0.25)
 
 
 WEIGHTS = [(0.9, 0.3), (1.0, 1.0), (3.0, 0.5), (0.4, 0.2)]
@@ -580,7 +583,7 @@ def test_weights_are_found_again_whatever_the_temperature(distribution, noise):
 
 
 @pytest.mark.parametrize(
-    "as_told",
+    "as_learnt",
     [
         lambda one: one._replace(noise=[0.0] * len(one.noise)),
         lambda one: one._replace(noise=one.noise[::-1]),
@@ -588,9 +591,9 @@ def test_weights_are_found_again_whatever_the_temperature(distribution, noise):
         lambda one: one._replace(place=0),  # the drafter's best token is believed to be the one
     ],
 )
-def test_weights_kill_what_is_learnt_of_something_else(as_told):
+def test_weights_detect_learning_from_wrong_data(as_learnt):
     with pytest.raises(AssertionError):
-        check_weights(0.9, 0.3, as_told)
+        check_weights(0.9, 0.3, as_learnt)
 
 
 def test_a_greedy_row_teaches_nothing_of_noise():
@@ -621,7 +624,7 @@ def likeliest(seen: Sequence[Outcome]) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize(("distribution", "noise"), [(0.9, 0.3), (1.0, 1.0), (1.4, 0.5)])
-def test_lessons_that_come_step_by_step_teach_what_all_teach_at_once(distribution, noise):
+def test_stepwise_lessons_equal_one_large_lesson(distribution, noise):
     seen = outcomes(distribution, noise, 1600, seed=7)
     assert weights(learnt_of(seen)) == pytest.approx(likeliest(seen), rel=0.1)
 
@@ -659,7 +662,7 @@ class Warm(AgreementWeights):
 
 
 @pytest.mark.parametrize("broken", [Cold, Blunt, Warm])
-def test_chances_kill_other_scores(broken):
+def test_chances_detect_other_scores(broken):
     agreement = broken()
     agreement.log_prob_weight, agreement.noise_weight = 0.9, 0.3
     with pytest.raises(AssertionError):
@@ -689,11 +692,11 @@ def test_rank_acceptance_is_found_again():
 def learnt_from(
     expansion: Expansion, accepts_first: bool, learn=growth.learn, sampling: SamplingParams = SAMPLED
 ) -> RuleCalibration:
-    """Grow many trees whose first child, or whose last one, is always accepted; return what was learnt."""
+    """Grow many trees whose first or last child is always accepted. Return the learnt calibration."""
     row = decoding_row((1, 0), expansion, sampling, "coupled")
     calibrations = Calibrations()
     for _ in range(600):
-        grown = grow(growers_of(TableDrafter(LAWS.log()), 4, CPU), [row], calibrations)
+        grown = grow(growers_of(TableDrafter(TABLE.log()), 4, CPU), [row], calibrations)
         tree = grown.forest.trees[0]
         child = tree.children[ROOT][0 if accepts_first else -1]
         learn(calibrations, [row], grown, [Verdict((ROOT, child), 3)])
@@ -701,7 +704,7 @@ def learnt_from(
 
 
 def check_learning(learn) -> None:
-    """What is always accepted is believed, what never is is not."""
+    """Chances of tokens that are always accepted rise, and of those never accepted fall."""
     for tree_name, trust in TRUST.items():
         expansion = Expansion(0, 3, 1, tree_name, 3)
         assert trust(learnt_from(expansion, True, learn)) > 2 * trust(learnt_from(expansion, False, learn))
@@ -716,7 +719,7 @@ TRUST: dict[TreeName, Callable[[RuleCalibration], float]] = {
 }
 
 
-def test_trees_that_learn_do_so_from_what_came_out():
+def test_learning_trees_use_observed_outcomes():
     check_learning(growth.learn)
 
 
@@ -733,7 +736,7 @@ class Attentive(AgreementWeights):
 
 
 @pytest.mark.parametrize(("temperature", "taught"), [(0.7, 0.7), (1.3, 1.3), (0.0, 1.0)])
-def test_what_is_learnt_is_learnt_at_the_rows_temperature(monkeypatch, temperature, taught):
+def test_learning_uses_the_temperature_of_the_row(monkeypatch, temperature, taught):
     monkeypatch.setattr(calibration, "AgreementWeights", Attentive)
     learnt = learnt_from(
         Expansion(0, 3, 1, "noise_aware", 3), True, sampling=SamplingParams(temperature=temperature, max_tokens=8, seed=1)
@@ -742,7 +745,7 @@ def test_what_is_learnt_is_learnt_at_the_rows_temperature(monkeypatch, temperatu
     assert learnt.agreement.temperatures == {taught}
 
 
-def test_learning_kills_what_is_learnt_from_other_outcomes():
+def test_learning_detects_outcomes_of_other_rows():
     def inverted(calibrations, rows, grown, verdicts):
         children_of_root = grown.forest.trees[0].children[ROOT]
         child = children_of_root[-1 - children_of_root.index(verdicts[0].path[1])]
@@ -773,14 +776,14 @@ def all_topologies(num_nodes: int, depth: int, branches: int) -> Iterator[Topolo
 
 @pytest.mark.parametrize("acceptance", [(0.8, 0.1, 0.05), (0.4, 0.3, 0.2), (0.34, 0.33, 0.33), (0.05, 0.5, 0.2)])
 @pytest.mark.parametrize("depth", [2, 4])
-def test_the_programme_finds_the_best_of_all_shapes(acceptance, depth):
+def test_dynamic_programme_finds_the_best_shape(acceptance, depth):
     found = best_topology(acceptance, 6, depth)
     best = max(shape.expected_tokens(acceptance) for size in range(7) for shape in all_topologies(size, depth, 3))
     assert found.expected_tokens(acceptance) == pytest.approx(best)
     assert found.num_nodes <= 7
 
 
-def test_the_best_shape_kills_a_programme_without_siblings_or_without_depth():
+def test_best_shape_detects_missing_siblings_or_depth():
     acceptance = (0.5, 0.3, 0.1)
     best = best_topology(acceptance, 6, 4).expected_tokens(acceptance)
     chain, star = best_topology(acceptance[:1], 6, 4), best_topology(acceptance, 6, 1)

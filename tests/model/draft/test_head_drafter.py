@@ -1,4 +1,4 @@
-"""A draft head at work: every proposal is what the net says by the book, what it keeps is true, and no text changes."""
+"""A draft head at work: each proposal equals the reference net's, its stored states are right, and no sequence changes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -56,7 +56,7 @@ REQUESTS = [
 
 @pytest.fixture
 def poisoned_pools(poisoned_pools, monkeypatch):
-    """Among the features too, what was never written is NaN."""
+    """Unwritten features are NaN too."""
     made = FeaturePool.__init__
 
     def poisoned(pool, *args):
@@ -76,17 +76,17 @@ class Proposals:
             monitored = self._watched(getattr(drafter, name))
             setattr(drafter, name, monitored)
 
-    def _watched(self, ask: Callable[..., Proposal]) -> Callable[..., Proposal]:
+    def _watched(self, propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
         def watched(*args):
-            proposal = ask(*args)
-            for asked, logits_V in zip(args[-1], proposal.logits_PV, strict=True):
-                self._compare(asked, logits_V)
+            proposal = propose(*args)
+            for node, logits_V in zip(args[-1], proposal.logits_PV, strict=True):
+                self._compare(node, logits_V)
             return proposal
 
         return watched
 
-    def _compare(self, asked: FrontierNode, logits_V: Tensor) -> None:
-        context = asked.sampling_context
+    def _compare(self, node: FrontierNode, logits_V: Tensor) -> None:
+        context = node.sampling_context
         expected = head_logits(self._head, self._module, context.history, context.path_ids)
         assert torch.equal(logits_V.isfinite() | logits_V.isnan(), expected.isfinite())
         error = float((logits_V - expected)[expected.isfinite()].abs().max())
@@ -122,7 +122,7 @@ def reads_its_own_feature(drafter, row):
 
 
 def reads_the_slot_before(drafter, row):
-    """Position 0 reads whatever lies in the last slot."""
+    """Position 0 reads the contents of the last slot."""
     return [row.slots[position - 1] for position in range(row.draft_len, row.draft_len + len(row.draft_ids))]
 
 
@@ -130,7 +130,7 @@ def drafted_keys_are_kept(scheduler, row, result):
     return row.draft_len + len(row.draft_ids) if row.expansion.is_plain else row.root_position + result.drafted_len
 
 
-def nothing_is_told_of_nodes(drafter, write_slots_T):
+def nodes_are_not_observed(drafter, write_slots_T):
     """Only a row's first token has its feature kept; of short steps that is the root."""
     with torch.inference_mode():
         drafter._head.keep_features(drafter._pool, write_slots_T[:1], [part[:1] for part in drafter._tap.parts()])
@@ -145,12 +145,12 @@ def roots_are_proposed_for_at_once(scheduler, sequence, wish):
     [
         (HeadDrafter, "_slots_before", reads_its_own_feature),
         (HeadDrafter, "_slots_before", reads_the_slot_before),
-        (HeadDrafter, "on_pass", nothing_is_told_of_nodes),
+        (HeadDrafter, "on_pass", nodes_are_not_observed),
         (Scheduler, "_draft_len_after", drafted_keys_are_kept),
         (Scheduler, "_num_draftable", roots_are_proposed_for_at_once),
     ],
 )
-def test_the_nets_own_proposals_kill(where, name, mutant, monkeypatch):
+def test_net_proposals_detect_mutants(where, name, mutant, monkeypatch):
     """The text would be right still, as any draft is lossless: only the proposals show it."""
     monkeypatch.setattr(where, name, mutant)
     with pytest.raises(AssertionError, match="off at"):
@@ -181,7 +181,7 @@ def largest_feature_error(linears: str) -> float:
 
 @pytest.mark.usefixtures("poisoned_pools")
 @pytest.mark.parametrize(("linears", "most"), [("plain", EXACT), pytest.param(NATIVE, ROUNDED_FEATURE, marks=needs_library)])
-def test_whoever_keeps_a_slot_keeps_its_feature(linears, most):
+def test_kept_slot_keeps_its_feature(linears, most):
     assert largest_feature_error(linears) < most
 
 
@@ -196,14 +196,14 @@ def of_what_the_last_norm_is_given(count, depth):
 @needs_library
 @pytest.mark.usefixtures("poisoned_pools")
 @pytest.mark.parametrize("mutant", [of_the_layer_before, of_what_the_last_norm_is_given])
-def test_features_of_other_states_are_told(mutant, monkeypatch):
+def test_features_of_other_states_are_reported(mutant, monkeypatch):
     monkeypatch.setattr("engine.draft.models.head_drafter.place_after", mutant)
     assert largest_feature_error(NATIVE) > 10 * ROUNDED_FEATURE
 
 
 @needs_library
-def test_a_pass_keeps_the_features_that_a_tap_would():
-    """To the bit, in every precision; what is written to another cache than the followed one leaves its features alone."""
+def test_pass_keeps_the_features_of_a_tap():
+    """To the bit, in every precision. A pass over another cache leaves the features of the followed cache alone."""
     for precision in ("float32", "int8", "compact"):
         target = adopt(tiny_module("llama"), CPU, NATIVE, precision)
         made, tapped = (HeadDrafter("head", learnt_head(), target, 64, NATIVE, precision) for _ in range(2))
@@ -236,15 +236,15 @@ def texts_without_drafts() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("config", [None, CROWDED])
-def test_no_text_changes(tree, config):
+def test_drafting_changes_no_token(tree, config):
     session = run(head_engine(learnt_head(), policy=FixedExpansion(parse_expansion(tree)), config=config), MIXED)
     assert session.texts() == texts_without_drafts()
     assert sum(stats.num_accepted_tokens for stats in session.stats)
 
 
 @pytest.mark.usefixtures("poisoned_pools")
-def test_a_head_beside_cached_text_says_what_it_says_alone():
-    """Where the cache is sure the head is not asked: its keys are written, and nothing reads a state that was never made."""
+def test_head_with_cached_text_proposes_as_alone():
+    """Where the cache is sure, the head writes its keys without proposing. No pass reads a state that was never computed."""
     head = HeadDrafter("head", learnt_head(), model("llama"), CROWDED.num_slots)
     proposals = Proposals(head, learnt_head())
     require_plain_texts_beside_cached_text(head, CROWDED)
@@ -252,7 +252,7 @@ def test_a_head_beside_cached_text_says_what_it_says_alone():
 
 
 @pytest.mark.parametrize("other", ["packed", pytest.param(NATIVE, marks=needs_library)])
-def test_a_head_over_packed_tied_weights_says_the_same(other):
+def test_head_over_packed_tied_weights_proposes_equally(other):
     """The output rows come from a layer that is packed already; the head's own layers are packed too."""
     config = LlamaConfig(**{**tiny_module().config.to_dict(), "tie_word_embeddings": True})
     probs = []
@@ -281,7 +281,7 @@ def test_a_head_works_in_the_targets_precision():
     assert drafter_of(engine)._pool._pool_SW.dtype == torch.bfloat16
 
 
-def test_a_head_in_a_narrower_precision_than_its_targets_changes_no_text():
+def test_narrow_head_changes_no_token():
     target = model("llama")
     head = HeadDrafter("head", learnt_head(), target, 2048, precision="bfloat16")
     engine = tiny_engine(target, head, FixedExpansion(Expansion(2, 2, 2)))
@@ -299,17 +299,17 @@ def test_a_head_in_a_narrower_precision_than_its_targets_changes_no_text():
         (random_head(vocab_size=64), "not ascending ids of the target's 61"),
     ],
 )
-def test_a_head_that_does_not_fit_is_refused(head, why):
+def test_unfit_head_is_refused(head, why):
     with pytest.raises(ValueError, match=why):
         HeadDrafter("head", head, model("llama"), 8)
 
 
-def test_a_head_of_a_deeper_target_is_refused():
+def test_head_of_deeper_target_is_refused():
     with pytest.raises(ValueError, match="after layers"):
         HeadDrafter("head", random_head(), tiny_model(num_layers=2), 8)
 
 
-def test_a_prompt_alone_is_fed_without_a_proposal():
+def test_single_prompt_is_fed_without_proposal():
     """A plain row's tokens are fed by the features before them; there is nothing to propose and nothing to attend for."""
     engine = head_engine(random_head(2))
     drafter = drafter_of(engine)
@@ -321,8 +321,8 @@ def test_a_prompt_alone_is_fed_without_a_proposal():
 
 @pytest.mark.parametrize("linears", ["plain", pytest.param(NATIVE, marks=needs_library)])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_a_token_that_is_merely_fed_counts_as_its_share_of_the_products(num_layers, linears):
-    """Nothing is made of it behind the last layer's keys and values: a product for each weight."""
+def test_fed_token_costs_its_share_of_products(num_layers, linears):
+    """A fed token skips the products after the last layer's keys and values. Its cost is its share of all products."""
     head = random_head(num_layers)
     engine = head_engine(head, native("llama") if linears == NATIVE else model("llama"), linears=linears)
     drafter = drafter_of(engine)
@@ -350,7 +350,7 @@ def test_a_head_is_built_from_its_file(tmp_path):
     ("name", "why"),
     [("missing", "cannot be read"), ("lens", "is not a draft head"), ("wide", "was made for a target of width 16")],
 )
-def test_a_file_that_is_no_head_of_the_target_is_refused(name, why, tmp_path):
+def test_file_without_a_matching_head_is_refused(name, why, tmp_path):
     random_head(target_width=16).save(tmp_path / "wide", {})
     save_file({"weight": torch.eye(2)}, tmp_path / "lens")
     with pytest.raises(BadConfiguration, match=why):
@@ -359,5 +359,5 @@ def test_a_file_that_is_no_head_of_the_target_is_refused(name, why, tmp_path):
 
 def configured(folder: Path, head: str) -> EngineConfig:
     tiny_module().save_pretrained(folder / "model")
-    (folder / "model" / "tokenizer.json").write_text("{}")  # nobody reads it
+    (folder / "model" / "tokenizer.json").write_text("{}")  # only its existence is checked
     return EngineConfig(str(folder / "model"), drafter="head", head=str(folder / head), scheduler=CROWDED)

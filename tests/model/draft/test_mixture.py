@@ -1,4 +1,4 @@
-"""Cached text beside a model's law: the library mixes what torch mixes, and a mixture is what the weights say."""
+"""Cached text beside a model's distribution: the library mixes as torch does, and the mixture follows the weights."""
 
 import math
 
@@ -18,7 +18,7 @@ SIZE = 500
 VOCAB = TrimmedVocabulary(torch.randperm(SIZE, generator=torch.Generator().manual_seed(0))[:123].sort().values, SIZE)
 KNOWN_ID, OTHER_ID = int(VOCAB.ids_M[3]), int(VOCAB.ids_M[90])
 UNKNOWN_ID = next(token_id for token_id in range(SIZE) if token_id not in VOCAB.ids_M.tolist())
-LAWS = [
+CACHED = [
     CachedDistribution({KNOWN_ID: 0.5, UNKNOWN_ID: 0.25, OTHER_ID: 0.25}, 0.7, frozenset({OTHER_ID})),
     None,
     CachedDistribution({KNOWN_ID: 1.0}, 0.03, frozenset()),
@@ -30,8 +30,8 @@ LOGITS = torch.randn(5, 123, generator=torch.Generator().manual_seed(1)) * 3.0 +
 
 
 def mixed(vocab=VOCAB, logits=LOGITS, rows=ROWS):
-    known = [distribution for distribution in LAWS if distribution is not None]
-    logits_PM, origins = mixtures(logits, rows, LAWS, extended_vocabulary(known, vocab), SIZE, CPU)
+    known = [distribution for distribution in CACHED if distribution is not None]
+    logits_PM, origins = mixtures(logits, rows, CACHED, extended_vocabulary(known, vocab), SIZE, CPU)
     return logits_PM.softmax(-1), origins
 
 

@@ -89,7 +89,7 @@ def engine_of(
 def crowd() -> list[Request]:
     """Greedy and seeded requests, some of whose texts repeat or are predicted, with tokens that the head does not know.
 
-    Two continue as often with one such token as with another, the smaller one said first or last.
+    Two continue equally often with one such token and with another. The smaller token comes first in one and last in the other.
     """
     predicted = Request(
         *("predicted", tuple(LONG), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), Speculation()),
@@ -110,7 +110,7 @@ Compare = Callable[[Growth, Growth], bool]
 
 
 def are_same(one: Growth, other: Growth) -> bool:
-    """Return whether two growths are equal; odds, noise and what nodes are worth up to rounding."""
+    """Return whether two growths are equal. Odds, noise and node values may differ by rounding."""
     facts, others = (
         (g.forest.trees, g.forest.probs_rows, g.fed, g.sources, g.rounds, g.num_rounds, g.passes, g.draft_probs)
         for g in (one, other)
@@ -181,18 +181,18 @@ def test_the_library_grows_the_same_trees(monkeypatch, with_texts):
         assert sources == {DraftSource.MODEL, DraftSource.CACHE, DraftSource.PREDICTION}
         assert any(token_id % 7 == 0 for tree in trees for token_id in tree.token_ids[1:]), "which the head does not know"
         fed = [fed for one, _ in pairs for fed, tree in zip(one.fed, one.forest.trees, strict=True) if tree.num_nodes > 1]
-        assert any(0 not in one for one in fed), "roots about which the head is not asked"
+        assert any(0 not in one for one in fed), "roots without a head pass"
 
 
 @pytest.mark.parametrize(("config", "precision"), [(CRAMPED, "float32"), (CRAMPED, "int8"), (ROOMY, "int8"), (ROOMY, "compact")])
-def test_trees_are_the_same_in_any_precision_and_room(monkeypatch, config, precision):
+def test_trees_are_equal_at_any_precision(monkeypatch, config, precision):
     pairs = grown_both_ways(monkeypatch, engine_of(True, config, precision))
     assert all(are_same(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("with_texts", [False, True])
 @pytest.mark.parametrize("config", [ROOMY, CRAMPED], ids=["roomy", "cramped"])
-def test_no_text_changes(config, with_texts):
+def test_drafting_changes_no_token(config, with_texts):
     session = run(engine_of(with_texts, config), crowd())
     assert session.texts() == plain_texts()
     assert any(stats.num_preemptions for stats in session.stats) == (config is CRAMPED)
@@ -269,8 +269,8 @@ def unknown_share_a_column(self, distribution, column_of_unknown):
 honest_columns = native_growth._TextPredictions._columns
 
 
-def nothing_is_sure(self, told, is_sure, unknown):
-    return honest_round(self, told, [False] * len(is_sure), unknown)
+def nothing_is_sure(self, known, is_sure, unknown):
+    return honest_round(self, known, [False] * len(is_sure), unknown)
 
 
 honest_round = Growing.round
@@ -280,7 +280,7 @@ honest_round = Growing.round
     ("where", "name", "mutant"),
     [(native_growth._TextPredictions, "_columns", unknown_share_a_column), (Growing, "round", nothing_is_sure)],
 )
-def test_texts_that_are_told_wrongly_are_noticed(monkeypatch, where, name, mutant):
+def test_wrong_sequence_updates_are_detected(monkeypatch, where, name, mutant):
     monkeypatch.setattr(where, name, mutant)
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
@@ -313,26 +313,26 @@ class Mixed:
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_one_row_that_needs_more_keeps_the_step_from_the_library(monkeypatch, other):
+def test_unsupported_row_keeps_step_off_the_library(monkeypatch, other):
     """A traced row, an edited or truncated one, one that draws: alone and beside rows that rank."""
-    asked: list[Sequence[Row]] = []
+    batches: list[Sequence[Row]] = []
 
     grow = native_growth.NativeTreeGrower.grow
 
     def noted(grower, rows, *rest):
-        asked.append(rows)
+        batches.append(rows)
         return grow(grower, rows, *rest)
 
     monkeypatch.setattr(native_growth.NativeTreeGrower, "grow", noted)
     for beside in ([], [greedy("a", LONG, 12), sampled("b", LONG[2:], 5, 12)]):
         session = run(engine_of(with_texts=True, policy=Mixed()), [*beside, other])
         assert all(outcome.finish is not FinishReason.ERROR for outcome in session.outcomes.values())
-        grown_with_other = [rows for rows in asked if any(row.request_id == "x" and not row.expansion.is_plain for row in rows)]
+        grown_with_other = [rows for rows in batches if any(row.request_id == "x" and not row.expansion.is_plain for row in rows)]
         assert not grown_with_other
-    assert asked, "steps that the other has left"
+    assert batches, "steps that the other has left"
 
 
-def test_nobody_else_has_its_trees_grown_by_the_library():
+def test_library_grows_only_its_own_heads():
     target = native("llama")
     heads = {
         "torch": HeadDrafter("head", learnt_head(), target, 64),
@@ -350,7 +350,7 @@ def model_drafter() -> ModelDrafter:
 
 
 def test_more_tokens_than_are_compared(monkeypatch):
-    """A vocabulary of hundreds: the best 64 of a law are kept, and the others are nothing."""
+    """A vocabulary of hundreds: the best 64 probabilities are kept, and the rest are 0."""
     target = adopt(tiny_module(vocab_size=300), CPU, NATIVE)
     head = HeadDrafter("head", random_head(vocab_size=300), target, ROOMY.num_slots, NATIVE)
     engine = tiny_engine(target, head, Changing(), config=ROOMY)

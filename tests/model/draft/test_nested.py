@@ -1,4 +1,4 @@
-"""Truncations of one deep tree: each is what its expansion grows alone, and brings exactly what it would bring alone."""
+"""Truncations of one deep tree: each equals the tree that its expansion grows alone, with the same expected tokens."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def paths_of(tree) -> list[tuple[list[int], list[int]]]:
     )
 
 
-def test_a_truncation_is_the_tree_that_grows_alone():
+def test_truncation_equals_the_separately_grown_tree():
     expansions = [Expansion(*shape) for shape in SHAPES]
     row = decoding_row(expansion=Expansion(0, 3, 4))
     whole = Nested(GrowingTree(row), expansions)
@@ -64,7 +64,7 @@ def test_a_truncation_is_the_tree_that_grows_alone():
 
 
 @pytest.mark.parametrize("family", ["delayed", "delayed_distinct"])
-def test_lumping_tokens_that_no_draft_knows_changes_no_expectation(family):
+def test_merging_undrafted_tokens_changes_no_expectation(family):
     point = nested_point(family)
     kind = TreeKind.IID if family == "delayed" else TreeKind.FIXED_DISTINCT
     names = [name for name in VERIFIER_NAMES if name != "coupled" and is_exact(kind, name)]
@@ -91,11 +91,11 @@ def test_leaving_the_unknown_tokens_out_would_show(monkeypatch):
 
     monkeypatch.setattr(lab_module, "merge_undrafted", without_rest)
     with pytest.raises(AssertionError):
-        test_lumping_tokens_that_no_draft_knows_changes_no_expectation("delayed_distinct")
+        test_merging_undrafted_tokens_changes_no_expectation("delayed_distinct")
 
 
 @pytest.mark.parametrize(("temperature", "verifier"), [(0.0, "traversal"), (1.2, "coupled")])
-def test_where_chance_is_not_the_verifiers_every_truncation_is_judged_as_alone(temperature, verifier):
+def test_truncations_are_judged_separately_under_other_chances(temperature, verifier):
     point = nested_point("delayed_distinct", SamplingParams(temperature=temperature), verifier)
     for index in range(2):
         brought = point.tokens(index, create_verifier(verifier) if temperature else None)

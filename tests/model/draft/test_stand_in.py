@@ -23,7 +23,7 @@ LIMITS = SchedulerConfig(num_slots=900, max_model_len=256, max_step_tokens=64)
 
 def configured(folder: Path, head: str, stand_in: str | None = "ngram") -> EngineConfig:
     tiny_module().save_pretrained(folder / "model")
-    (folder / "model" / "tokenizer.json").write_text("{}")  # nobody reads it
+    (folder / "model" / "tokenizer.json").write_text("{}")  # only its existence is checked
     random_head().save(folder / "head", {})
     random_head(target_width=16).save(folder / "wide", {})
     save_file({"weight": eye(2)}, folder / "lens")
@@ -40,19 +40,19 @@ def configured(folder: Path, head: str, stand_in: str | None = "ngram") -> Engin
 
 
 @pytest.mark.parametrize("head", ["wide", "missing", "lens"])
-def test_cached_text_drafts_instead(head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_stand_in_drafts_after_broken_head(head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     engine = build_engine(replace(configured(tmp_path, head), policy="fixed"))
     assert engine.info.drafter == "ngram"
     assert "ngram drafts instead" in caplog.text
     assert len(run(engine, [greedy("r", (5, 6, 5, 6, 5), max_tokens=12)]).texts()["r"]) == 12
 
 
-def test_without_a_stand_in_it_is_refused(tmp_path: Path):
+def test_config_without_stand_in_is_refused(tmp_path: Path):
     with pytest.raises(BadConfiguration, match="was made for a target of width 16"):
         build_engine(configured(tmp_path, "wide", stand_in=None))
 
 
-def test_the_model_is_measured_without_the_text_beside_it_and_nothing_that_serves_has_learnt(tmp_path: Path, monkeypatch):
+def test_measurement_excludes_cached_text_and_teaches_nothing(tmp_path: Path, monkeypatch):
     measured: list[Bench] = []
 
     def measuring(bench: Bench) -> Profile:

@@ -1,4 +1,4 @@
-"""A drafter that knows some tokens only: its trees, offers and laws are those of logits that rule the others out."""
+"""A drafter with a trimmed vocabulary: its trees, offers and distributions equal those of logits that mask the other tokens."""
 
 from dataclasses import replace
 
@@ -62,16 +62,16 @@ def check(tree: str, sampling: SamplingParams, verifier: str) -> None:
 
 
 @pytest.mark.parametrize(("tree", "sampling", "verifier"), CASES)
-def test_it_grows_what_logits_over_all_tokens_grow(tree, sampling, verifier):
+def test_trimmed_logits_grow_the_full_tree(tree, sampling, verifier):
     check(tree, sampling, verifier)
 
 
-def columns_for_tokens(asked, columns_PC, probs_PM, vocab, *rest):
-    return _TO_HOST(asked, columns_PC, probs_PM, None, *rest)
+def columns_for_tokens(nodes, columns_PC, probs_PM, vocab, *rest):
+    return _TO_HOST(nodes, columns_PC, probs_PM, None, *rest)
 
 
-def ranked_columns_for_tokens(asked, logits_PM, sampling, keys, vocab):
-    return _TOP_BY_NATIVE(asked, logits_PM, sampling, keys, None)
+def ranked_columns_for_tokens(nodes, logits_PM, sampling, keys, vocab):
+    return _TOP_BY_NATIVE(nodes, logits_PM, sampling, keys, None)
 
 
 def edits_by_column(proposal):
@@ -90,7 +90,7 @@ _TO_HOST, _TOP_BY_NATIVE = children._to_host, children._top_by_native
         (TrimmedVocabulary, "widened", lambda vocab, rows_PM, filler: rows_PM, CASES[0]),
     ],
 )
-def test_that_kills(where, name, mutant, case, monkeypatch):
+def test_trimming_mutants_are_detected(where, name, mutant, case, monkeypatch):
     monkeypatch.setattr(where, name, mutant)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         check(*case)

@@ -65,7 +65,7 @@ def generated(family: str, prompt: tuple[int, ...], num_tokens: int) -> list[int
 
 @cache
 def seeded_text(family: str, request: Request) -> list[int]:
-    """Return plain decoding's text by transformers' logits: each token the arg max of log law plus its position's noise."""
+    """Return plain decoding's tokens by transformers' logits: each the arg max of log probability plus its position's noise."""
     text = list(request.prompt_ids)
     for _ in range(request.sampling.max_tokens):
         distribution = probs_of(own_logits(family, [text])[:, -1], [request.sampling])[0].double()
@@ -77,13 +77,13 @@ def seeded_text(family: str, request: Request) -> list[int]:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_generates(family, expansion, drafter):
+def test_greedy_tokens_equal_generate(family, expansion, drafter):
     session = run(engine_of(family, drafter, expansion), [greedy("r", LONG)])
     assert session.outcomes["r"].ids == generated(family, tuple(LONG), 12)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_seeded_text_is_plain_decodings(drafter):
+def test_seeded_tokens_equal_plain_decoding(drafter):
     request = sampled("r", LONG, seed=2**63 - 1, temperature=0.7, top_p=0.9)
     for expansion in EXPANSIONS:
         assert run(engine_of("llama", drafter, expansion), [request]).outcomes["r"].ids == seeded_text("llama", request)
@@ -91,7 +91,7 @@ def test_seeded_text_is_plain_decodings(drafter):
 
 @pytest.mark.parametrize("tree", TREE_NAMES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_tree_keeps_greedy_and_seeded_texts(drafter, tree):
+def test_all_trees_keep_greedy_and_seeded_tokens(drafter, tree):
     expansion = Expansion(1, 2, 3, tree) if tree in DELAYED_TREES else Expansion(0, 3, 4, tree, 7)
     seeded = sampled("seeded", LONG, seed=5, temperature=0.8, top_p=0.95)
     outcomes = run(engine_of("llama", drafter, expansion), [greedy("greedy", LONG), seeded]).outcomes
@@ -136,12 +136,12 @@ def check_mixed(engine: Engine, family: str, requests: list[Request]) -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_mixed_batch_changes_no_text(family, drafter):
-    """Chunked prompts, few slots, preemption, eight unlike rows: each text is what it is alone."""
+def test_mixed_batch_changes_no_token(family, drafter):
+    """Chunked prompts, few slots, preemption, eight unlike rows: each sequence equals its run alone."""
     check_mixed(engine_of(family, drafter, Expansion(2, 2, 1), TIGHT), family, mixed_requests())
 
 
-def test_the_order_of_requests_changes_no_text():
+def test_order_of_requests_changes_no_token():
     check_mixed(engine_of("llama", "model", Expansion(1, 3, 2), TIGHT), "llama", mixed_requests()[::-1])
 
 
@@ -166,7 +166,7 @@ class Script:
 
 @settings(max_examples=12)
 @given(st.lists(expansions(5, 4, 4) | any_expansions(12), min_size=1, max_size=8), growth_costs())
-def test_the_policy_changes_no_text(wishes, growth_costs):
+def test_policy_changes_no_token(wishes, growth_costs):
     requests = [greedy("greedy", LONG), sampled("seeded", LONG[:5], seed=3, top_k=20)]
     texts = run(tiny_engine(*pair("llama"), Script(wishes, growth_costs)), requests).texts()
     assert texts == {"greedy": generated("llama", tuple(LONG), 12), "seeded": seeded_text("llama", requests[1])}
@@ -197,7 +197,7 @@ _JUDGE_GREEDY = coupled.judge_greedy
 
 
 @pytest.mark.parametrize("mutant", [bonus_from_the_root, last_token_forgotten, drafts_believed])
-def test_greedy_equality_kills(mutant, monkeypatch):
+def test_greedy_equality_detects_mutants(mutant, monkeypatch):
     monkeypatch.setattr(judge, "judge_greedy", mutant)
     texts = run(engine_of("llama", "model", Expansion(2, 2, 2)), [greedy("r", LONG)]).texts()
     assert texts["r"] != generated("llama", tuple(LONG), 12)
@@ -211,14 +211,14 @@ def test_greedy_equality_kills(mutant, monkeypatch):
         lambda key, depth: stream_key(key.seed, key.root_position + depth + 1, Stream.EXTRA),
     ],
 )
-def test_seeded_equality_kills(mutant, monkeypatch):
+def test_seeded_equality_detects_mutants(mutant, monkeypatch):
     """Noise of the wrong position, one noise for a whole tree, noise of another stream."""
     monkeypatch.setattr(coupled, "_noise_key", mutant)
     request = sampled("r", LONG, seed=5)
     assert run(engine_of("llama", "model", Expansion(2, 2, 2)), [request]).outcomes["r"].ids != seeded_text("llama", request)
 
 
-def test_mixed_batches_kill_a_preemption_that_keeps_a_length(monkeypatch):
+def test_mixed_batches_detect_stale_length_after_preemption(monkeypatch):
     """The sequence believes that its text is still cached, in slots that hold something else."""
     preempted = []
 
@@ -242,7 +242,7 @@ _PREEMPT, _ADMIT = Scheduler._preempt, Scheduler.admit
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
-def test_a_perfect_drafter_is_accepted_to_the_last_token(kind):
+def test_perfect_drafter_is_accepted_completely(kind):
     """Greedy and coupled trees rank by the very numbers that judge them: a drafter equal to the target is never refused."""
     expansion = Expansion(3, 1, 0)
     request = greedy("r", LONG) if kind == "greedy" else sampled("r", LONG, seed=5)

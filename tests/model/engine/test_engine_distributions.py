@@ -1,4 +1,4 @@
-"""Losslessness of whole runs: over many seeds the first tokens follow the target's own law, whatever was drafted."""
+"""Losslessness of whole runs: over many seeds the first tokens follow the target's distribution, whatever was drafted."""
 
 import secrets
 from collections import Counter
@@ -45,7 +45,7 @@ WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, ma
 
 @cache
 def target_distribution() -> dict[tuple[int, ...], float]:
-    """Return the law of the first three tokens, by transformers' logits."""
+    """Return the distribution of the first three tokens, by transformers' logits."""
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         texts = list(distribution)
@@ -102,7 +102,7 @@ def test_named_verifiers_keep_the_targets_distribution(verifier, expansion):
     ("verifier", "expansion"), [("traversal", DELAYED), ("rrsw", DISTINCT[4]), ("hu", SET_TREE), ("coupled", NOISE_AWARE)]
 )
 def test_a_draft_head_keeps_the_targets_distribution(verifier, expansion):
-    """Its laws lack a third of the vocabulary, and other seeds have other trees in the slots beside."""
+    """Its distributions lack a third of the vocabulary. Other seeds have other trees in the adjacent slots."""
     engine = head_engine(learnt_head(), policy=FixedExpansion(expansion), config=WIDE)
     assert z_of_counts(triples(verifier, expansion, engine), target_distribution()) < PASSES_BELOW
 
@@ -127,7 +127,7 @@ def at_random() -> Engine:
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "specinfer", "coupled"])
-def test_a_policy_that_wishes_anything_keeps_the_targets_distribution(verifier):
+def test_policy_with_random_choices_keeps_target_distribution(verifier):
     assert z_of_counts(triples(verifier, DELAYED, at_random()), target_distribution()) < PASSES_BELOW
 
 
@@ -143,7 +143,7 @@ def test_unseeded_requests_get_unlike_seeds():
 
 
 def draft_believed(self, forest, target_probs_NV, keys):
-    """Accept the first path whole, whatever the target says of it."""
+    """Accept the first path completely, whatever the target's probabilities."""
     return [
         Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
         for tree, one in zip(forest.trees, _JUDGE(self, forest, target_probs_NV, keys), strict=True)
@@ -164,22 +164,22 @@ _JUDGE = two_phase.TwoPhase.judge
         (two_phase, "stream_key", one_stream_for_drafts_and_acceptance),
     ],
 )
-def test_the_distribution_kills(where, name, mutant, monkeypatch):
+def test_distribution_detects_mutants(where, name, mutant, monkeypatch):
     monkeypatch.setattr(where, name, mutant)
     assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
 
 
-def test_the_distribution_kills_drafts_that_are_believed_whatever_the_policy(monkeypatch):
+def test_distribution_detects_unverified_drafts(monkeypatch):
     monkeypatch.setattr(two_phase.TwoPhase, "judge", draft_believed)
     assert z_of_counts(triples("traversal", DELAYED, at_random()), target_distribution()) > FAILS_ABOVE
 
 
 def misreport_draft_probs(monkeypatch):
-    """Draw from one law and hand over a flatter one."""
+    """Draw from one distribution and hand over a flatter one."""
     drawn_iid = children._sample_iid
 
-    def misreported(asked, logits_PM, probs, vocab):
-        drawn = drawn_iid(asked, logits_PM, probs, vocab)
+    def misreported(nodes, logits_PM, probs, vocab):
+        drawn = drawn_iid(nodes, logits_PM, probs, vocab)
         probs[-1] = torch.where(probs[-1] > 0, probs[-1] ** 0.2, 0.0)
         probs[-1] /= probs[-1].sum(-1, keepdim=True)
         return drawn
@@ -187,18 +187,18 @@ def misreport_draft_probs(monkeypatch):
     monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.IID, misreported)
 
 
-def test_the_distribution_kills_a_draft_distribution_that_was_not_drawn(monkeypatch):
+def test_distribution_detects_undrawn_draft_distribution(monkeypatch):
     misreport_draft_probs(monkeypatch)
     assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
-def test_the_distribution_kills_probabilities_of_another_node(kind, tmp_path, monkeypatch):
+def test_distribution_detects_probabilities_of_another_node(kind, tmp_path, monkeypatch):
     """Children are drawn from their node's distribution, and the next node's is recorded."""
     drawn_iid = children._sample_iid
 
-    def misreported(asked, logits_PM, probs, vocab):
-        drawn = drawn_iid(asked, logits_PM, probs, vocab)
+    def misreported(nodes, logits_PM, probs, vocab):
+        drawn = drawn_iid(nodes, logits_PM, probs, vocab)
         probs[-1] = probs[-1].roll(1, 0)
         return drawn
 
@@ -228,7 +228,7 @@ def worst_dropped(offers):
         ("hu", SET_TREE, worst_dropped),
     ],
 )
-def test_the_distribution_kills_draws_that_are_tampered_with(verifier, expansion, spoil, monkeypatch):
+def test_distribution_detects_altered_draws(verifier, expansion, spoil, monkeypatch):
     rule = children._SAMPLING_RULES[expansion.kind]
     monkeypatch.setitem(children._SAMPLING_RULES, expansion.kind, lambda *args: spoil(rule(*args)))
     assert z_of_counts(triples(verifier, expansion), target_distribution()) > FAILS_ABOVE

@@ -1,4 +1,4 @@
-"""What requests are told: where texts end, aborts, broken logits, refusals, log-probabilities, and numbers that add up."""
+"""Events of requests: ends, aborts, broken logits, refusals, log-probabilities, and consistent counts."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ CHAIN = Expansion(4, 1, 0)
 
 
 def perfect_engine(expansion: Expansion = CHAIN) -> Engine:
-    """Return an engine whose drafter is its target: whole paths are accepted, so ends lie inside them."""
+    """Return an engine whose drafter is its target. Whole paths are accepted, so sequences end inside them."""
     return tiny_engine(model("llama"), model("llama"), FixedExpansion(expansion))
 
 
@@ -45,7 +45,7 @@ TEXT = generated("llama", tuple(LONG), 12)
 
 @pytest.mark.parametrize("stop_id", dict.fromkeys(TEXT))
 @pytest.mark.parametrize("source", ["request", "model"])
-def test_a_stop_token_inside_a_path_ends_the_text(stop_id, source):
+def test_stop_token_inside_path_ends_the_sequence(stop_id, source):
     engine = perfect_engine()
     request = greedy("r", LONG)
     if source == "model":
@@ -59,7 +59,7 @@ def test_a_stop_token_inside_a_path_ends_the_text(stop_id, source):
     assert outcome.events[-1].stop_token_id == stop_id
 
 
-def test_the_models_end_token_is_ignored_on_request():
+def test_model_end_token_is_ignored_on_request():
     engine = perfect_engine()
     engine.info = replace(engine.info, eos_token_ids=(TEXT[3],))
     assert run(engine, [greedy("r", LONG)]).outcomes["r"].ids == TEXT
@@ -86,7 +86,7 @@ def test_waiting_and_running_requests_can_be_aborted():
     assert run(engine, []).texts() == {"other": TEXT[len(session.outcomes["other"].ids) :]}
 
 
-def test_aborting_the_last_request_is_told_without_a_forward():
+def test_last_abort_is_reported_without_a_pass():
     """The step had no token to feed, and the model was run on none: the whole engine failed."""
     engine = perfect_engine()
     engine.add(greedy("r", LONG))
@@ -117,8 +117,8 @@ def broken_engine(drafter: bool) -> Engine:
 @pytest.mark.parametrize(
     "kind", [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams()], ids=["greedy", "seeded", "unseeded"]
 )
-def test_nan_is_an_error_of_the_one_request_it_concerns(kind, has_drafter):
-    """Its mates go on, and who gets its slots afterwards reads nothing of what it left there."""
+def test_nan_fails_only_its_own_request(kind, has_drafter):
+    """The other requests continue. A request that gets its slots afterwards reads none of its keys."""
     engine = broken_engine(has_drafter)
     broken = Request("broken", (5, BROKEN_ID, 7), replace(kind, max_tokens=8, ignore_eos=True))
     mates = [greedy("greedy", LONG), sampled("seeded", LONG[:7], seed=3, top_k=3)]
@@ -148,7 +148,7 @@ def test_nan_is_an_error_of_the_one_request_it_concerns(kind, has_drafter):
         (Request("r", (5,), speculation=Speculation(verifier="majority")), "no verifier is named 'majority'"),
     ],
 )
-def test_what_can_never_run_is_refused(request_, reason):
+def test_impossible_request_is_refused(request_, reason):
     engine = engine_of("llama", "none", config=TIGHT)
     with pytest.raises(RequestRefused, match=reason):
         engine.add(request_)
@@ -161,7 +161,7 @@ def test_the_longest_request_that_fits_runs():
     assert len(run(engine, [greedy("r", (5,) * 50, 14)]).outcomes["r"].ids) == 14
 
 
-def test_an_id_in_use_is_refused_and_free_again_afterwards():
+def test_id_in_use_is_refused_then_free():
     engine = perfect_engine()
     engine.add(greedy("r", LONG))
     with pytest.raises(ValueError, match="in use"):
@@ -174,7 +174,7 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards():
 
 
 def check_logprobs(session: Session, requests: list[Request]) -> None:
-    """Compare with the raw law of a teacher-forced pass, at every emitted token."""
+    """Compare with the raw log-probabilities of a teacher-forced pass, at every emitted token."""
     for request in requests:
         outcome = session.outcomes[request.request_id]
         num_top = request.sampling.num_logprobs
@@ -198,7 +198,7 @@ def requests_with_logprobs() -> list[Request]:
 
 
 def test_logprobs_are_the_targets_own():
-    """Every token has one, those accepted inside trees too; none is asked for, none is given."""
+    """Each token has one, also when accepted inside a tree. Without a request for them there are none."""
     requests = requests_with_logprobs()
     engine = tiny_engine(*pair("llama"), RandomExpansion(2))
     session = run(engine, [*requests, greedy("silent", LONG)])
@@ -208,7 +208,7 @@ def test_logprobs_are_the_targets_own():
     check_logprobs(session, requests)
 
 
-def test_logprobs_kill_one_node_for_the_whole_path(monkeypatch):
+def test_logprobs_detect_one_node_for_the_path(monkeypatch):
     monkeypatch.setattr(
         engine_module,
         "logprobs_of",
@@ -255,7 +255,7 @@ def test_numbers_add_up(config):
     check_stats(run(engine_of("llama", "model", Expansion(2, 2, 1), config), requests), requests)
 
 
-def test_numbers_kill_accepted_tokens_counted_before_the_cut(monkeypatch):
+def test_counts_detect_accepted_tokens_before_the_cut(monkeypatch):
     commit = Scheduler.commit
     monkeypatch.setattr(
         Scheduler, "commit", lambda self, row, result: replace(commit(self, row, result), num_accepted=len(result.path))

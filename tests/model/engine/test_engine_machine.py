@@ -19,23 +19,23 @@ def test_engine(pytestconfig):
     run(EngineMachine, int(pytestconfig.getoption("--engine-examples")), Phase.generate)
 
 
-class ForgetsATold(EngineMachine):
-    """The mutant: the last token told is forgotten with the engine that told it."""
+class ForgetsAToken(EngineMachine):
+    """The mutant: the last reported token is lost with its engine."""
 
     def resumed(self, life):
         return replace(super().resumed(life), progress=Progress(tuple(life.token_ids[:-1])))
 
 
-def test_a_token_told_twice_is_noticed():
+def test_token_reported_twice_is_detected():
     with pytest.raises((AssertionError, BaseExceptionGroup)):
-        run(ForgetsATold, 30, Phase.generate)
+        run(ForgetsAToken, 30, Phase.generate)
 
 
 _PREEMPT = Scheduler._preempt
 
 
 def keeps_its_length(scheduler, sequence):
-    """The mutant: who is preempted believes that the drafter still has its text."""
+    """The mutant: after a preemption the length of the drafter's cache stays."""
     draft_len = sequence.draft_len
     _PREEMPT(scheduler, sequence)
     sequence.draft_len = draft_len

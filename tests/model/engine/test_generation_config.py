@@ -24,7 +24,7 @@ SERVER = {"device": "cpu", "num_slots": 512, "max_model_len": 128, "policy": "fi
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model folder whose generation settings say how to sample."""
+    """Return a model folder whose generation settings define how to sample."""
     path = served_folder(tmp_path_factory.mktemp("model"))
     file = path / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **SETTINGS}))
@@ -58,7 +58,7 @@ def generated(folder: Path, **settings: Any) -> list[int]:
     return [int(token_id) for token_id in out[0, len(PROMPT_IDS) :]]
 
 
-async def test_greedy_text_is_generates_with_its_settings(folder: Path) -> None:
+async def test_greedy_tokens_equal_generate_with_settings(folder: Path) -> None:
     """The file was ignored: without its penalty another text comes, of another length."""
     with_file, without = generated(folder), generated(folder, repetition_penalty=1.0, max_new_tokens=16)
     assert with_file != without[: len(with_file)]
@@ -67,19 +67,19 @@ async def test_greedy_text_is_generates_with_its_settings(folder: Path) -> None:
     assert (await served_choice(folder, {"temperature": 0}, generation_config="none"))["token_ids"] == without
 
 
-async def test_a_requests_own_values_win_over_the_file(folder: Path) -> None:
+async def test_request_values_override_the_file(folder: Path) -> None:
     own = {"temperature": 0, "repetition_penalty": 1.0, "max_tokens": 14}
     assert (await served_choice(folder, own))["token_ids"] == generated(folder, repetition_penalty=1.0, max_new_tokens=14)
 
 
 @pytest.mark.parametrize("policy", ["fixed", "adaptive"])
-async def test_a_prompt_is_scored_by_the_served_model(folder: Path, policy: str) -> None:
+async def test_prompt_is_scored_by_the_served_model(folder: Path, policy: str) -> None:
     """`max_tokens` 0 beside `echo`, of an engine with a drafter and a policy."""
     scored = await served_choice(folder, {"max_tokens": 0, "echo": True, "logprobs": 1}, policy=policy)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.inference_mode():
         distribution = model(torch.tensor([PROMPT_IDS])).logits[0, :-1].double().log_softmax(-1)
-    told = scored["logprobs"]["token_logprobs"]
-    assert told[0] is None
-    assert told[1:] == pytest.approx([float(row[i]) for row, i in zip(distribution, PROMPT_IDS[1:], strict=True)], abs=1e-4)
+    logprobs = scored["logprobs"]["token_logprobs"]
+    assert logprobs[0] is None
+    assert logprobs[1:] == pytest.approx([float(row[i]) for row, i in zip(distribution, PROMPT_IDS[1:], strict=True)], abs=1e-4)
     assert (scored["token_ids"], scored["finish_reason"]) == ([], "length")

@@ -1,4 +1,4 @@
-"""What is said of an engine's memory before anything is loaded is what it then holds; what does not fit is refused by parts."""
+"""The memory that is computed before loading equals that of the loaded engine. What does not fit is refused by parts."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return EngineConfig(folder, drafter="model", draft_model=folder, draft_dtype="float32", device="cpu", scheduler=limits)
 
 
-def test_weights_and_caches_are_what_is_held(config):
+def test_weights_and_caches_use_computed_memory(config):
     need = memory_need(config, "float32", CPU)
     engine = build_engine(config)
     assert not engine.target.model.module.config.tie_word_embeddings
@@ -53,28 +53,26 @@ def test_weights_and_caches_are_what_is_held(config):
         ("bfloat16", False, 2, 0),
     ],
 )
-def test_the_library_keeps_embeddings_and_beside_them_a_tied_head(
-    precision, is_tied, bytes_of_others, bytes_of_head, tmp_path, monkeypatch
-):
+def test_library_keeps_embeddings_and_a_tied_head(precision, is_tied, bytes_of_others, bytes_of_head, tmp_path, monkeypatch):
     """Embeddings are float32; where weights are integers more is needed to load a model than to keep it."""
     config = LlamaConfig(**{**tiny_module().config.to_dict(), "tie_word_embeddings": is_tied})
     module = AutoModelForCausalLM.from_config(config)
     module.save_pretrained(folder := served_folder(tmp_path))
     embeddings, count = 61 * 32, module.num_parameters()
-    asked = EngineConfig(str(folder), drafter="none", dtype=precision)
+    plain = EngineConfig(str(folder), drafter="none", dtype=precision)
     monkeypatch.setattr(library, "is_available", lambda: True)
     kept_as_int8 = (count if is_tied else count - embeddings) + 4 * embeddings
     kept = (count - embeddings) * bytes_of_others + embeddings * (4 + bytes_of_head)
-    assert memory_need(asked, "float32", CPU).weights == kept
+    assert memory_need(plain, "float32", CPU).weights == kept
     for dtype in QUANTISED:
-        assert memory_need(replace(asked, dtype=dtype), "float32", CPU).weights == count * 4
+        assert memory_need(replace(plain, dtype=dtype), "float32", CPU).weights == count * 4
     module.bfloat16().save_pretrained(folder)
-    assert memory_need(replace(asked, dtype="int8"), "float32", CPU).weights == max(2 * count, kept_as_int8)
+    assert memory_need(replace(plain, dtype="int8"), "float32", CPU).weights == max(2 * count, kept_as_int8)
     monkeypatch.setattr(library, "is_available", lambda: False)
-    assert memory_need(asked, "float32", CPU).weights == count * bytes_of_others
+    assert memory_need(plain, "float32", CPU).weights == count * bytes_of_others
 
 
-def test_weights_that_a_folder_holds_twice_are_counted_once(tmp_path):
+def test_weights_stored_twice_are_counted_once(tmp_path):
     parts = {"a.safetensors": {"x": torch.zeros(6)}, "b.safetensors": {"y": torch.zeros(4)}}
     for name, tensors in {**parts, "consolidated.safetensors": {"x": torch.zeros(6), "y": torch.zeros(4)}}.items():
         save_file(tensors, tmp_path / name)
@@ -98,14 +96,14 @@ def test_a_step_needs_more_for(config, changed):
     assert memory_need(replace(config, **changed), "float32", CPU).step > memory_need(config, "float32", CPU).step
 
 
-def test_a_step_has_room_for_trees_of_any_size(config):
+def test_step_has_room_for_any_tree(config):
     """There was room for the configured tree's nodes alone, and the policy and requests draft larger ones."""
     trees = (Expansion(1, 1, 0), Expansion(8, 4, 8))
     few, many = (memory_need(replace(config, expansion=tree), "float32", CPU).step for tree in trees)
     assert few == many
 
 
-def test_what_does_not_fit_is_refused_before_it_is_loaded(config, monkeypatch):
+def test_oversized_model_is_refused_before_load(config, monkeypatch):
     need = memory_need(config, "float32", CPU)
     monkeypatch.setattr(build, "load_model", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr(memory, "memory_of", lambda _: Memory(need.total - 1, need.total - 1))
@@ -113,14 +111,14 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(config, monkeypatch):
         build_engine(config)
 
 
-def test_a_machine_may_lend_what_others_hold_now_and_a_card_may_not(config, monkeypatch):
+def test_memory_in_use_is_short_on_cards(config, monkeypatch):
     need = memory_need(config, "float32", CPU)
     monkeypatch.setattr(memory, "memory_of", lambda _: Memory(need.total, need.total - 1))
     assert shortage(need, CPU) is None
     assert shortage(need, torch.device("cuda")) is not None
 
 
-def test_a_container_has_no_more_than_its_limit(tmp_path: Path, monkeypatch):
+def test_container_has_only_its_limit(tmp_path: Path, monkeypatch):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(memory, "_CGROUP_LIMIT", limit)
     whole = memory.memory_of(CPU)
@@ -132,7 +130,7 @@ def test_a_container_has_no_more_than_its_limit(tmp_path: Path, monkeypatch):
 
 @needs_library
 @pytest.mark.parametrize("dtype", QUANTISED)
-def test_where_inputs_are_rounded_keys_and_values_take_half(config, dtype):
+def test_rounded_inputs_halve_keys_and_values(config, dtype):
     config = replace(config, drafter="none", draft_model=None, dtype=dtype)
     assert memory_need(config, "int8", CPU).cache == build_engine(config).target.cache.num_bytes
     assert memory_need(config, "int8", CPU).cache * 2 == memory_need(replace(config, dtype="float32"), "float32", CPU).cache
@@ -140,7 +138,7 @@ def test_where_inputs_are_rounded_keys_and_values_take_half(config, dtype):
 
 @needs_library
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_a_head_keeps_its_own_states_and_what_features_are_made_of(precision, config, tmp_path):
+def test_head_keeps_its_states_and_feature_inputs(precision, config, tmp_path):
     random_head().save(tmp_path / "head", {})
     config = replace(config, drafter="head", draft_model=None, head=str(tmp_path / "head"), draft_dtype=precision)
     combined = build_engine(config).drafter
@@ -149,6 +147,6 @@ def test_a_head_keeps_its_own_states_and_what_features_are_made_of(precision, co
     assert isinstance(drafter, HeadDrafter)
     assert isinstance(drafter._head, NativeHead)
     num_slots = config.scheduler.num_slots + 1
-    pools = (drafter._pool, drafter._head._states)  # a row more each: what stands before all
+    pools = (drafter._pool, drafter._head._states)  # a row more each: the state before all positions
     of_pools = sum(pool.rows_SW[:num_slots].nbytes for pool in pools)
     assert memory_need(config, precision, CPU).draft_cache == drafter._cache.num_bytes + of_pools

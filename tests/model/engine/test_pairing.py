@@ -1,4 +1,4 @@
-"""What a request gets that names only a tree, only a verifier or only a number of nodes; seen from its rows."""
+"""Rows of requests that name only a tree, only a verifier or only a number of nodes."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, policy: Expansion, speculation: Spe
         (CHAIN, Speculation(expansion=Expansion(0, 3, 4, "static", 6)), "traversal", "static"),
     ],
 )
-def test_what_is_named_alone_gets_a_partner_that_is_exact(policy, speculation, verifier, tree, monkeypatch):
+def test_unpaired_choice_gets_an_exact_partner(policy, speculation, verifier, tree, monkeypatch):
     rows = rows_of(monkeypatch, policy, speculation)
     drafting = [row for row in rows if not row.expansion.is_plain]
     assert {(row.verifier, row.expansion.tree) for row in drafting} == {(verifier, tree)}
@@ -56,7 +56,7 @@ def test_what_is_named_alone_gets_a_partner_that_is_exact(policy, speculation, v
 
 
 @pytest.mark.parametrize("tree", [HEAP, Expansion(0, 3, 4, "greedy_sample", 6), Expansion(1, 3, 2)])
-def test_a_seeded_request_is_coupled_on_any_tree(tree, monkeypatch):
+def test_seeded_request_is_coupled_on_any_tree(tree, monkeypatch):
     assert {row.verifier for row in rows_of(monkeypatch, CHAIN, Speculation(expansion=tree), seed=3)} == {"coupled"}
 
 
@@ -67,7 +67,7 @@ def test_max_nodes_bounds_whatever_tree_is_chosen(policy, monkeypatch):
     assert max(row.expansion.num_draft_tokens for row in rows_of(monkeypatch, policy, Speculation())) > 3
 
 
-def test_without_a_drafter_every_wish_is_plain_decoding():
+def test_choices_without_drafter_are_plain_decoding():
     for tree in ("calibrated", "noise_aware", "static"):
         expansion = Expansion(0, 3, 4, tree, 6)
         engine = tiny_engine(pair("llama")[0], None, FixedExpansion(Expansion(0, 1, 0)))

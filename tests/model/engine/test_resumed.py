@@ -1,4 +1,4 @@
-"""A request that is resumed with what an engine before told of it: the rest is what that one would have said, counted once."""
+"""A request resumed from another engine's progress gets the rest of the same sequence. Each token counts once."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def logprobs_of(events: list[TokenEvent]) -> list[float]:
     return [one.logprob for event in events for one in event.logprobs]
 
 
-def told(events: list[TokenEvent]) -> Progress:
+def progress_of(events: list[TokenEvent]) -> Progress:
     return Progress(tuple(tokens_of(events)), len(scores_of(events)))
 
 
@@ -85,7 +85,7 @@ def check_each_cut_goes_on_as_one_text(make: Callable[[], Engine], request: Requ
     assert num_prompt_tokens == len(PROMPT)
     assert len(whole) > 3
     for cut in range(1, len(whole)):
-        before, progress = whole[:cut], told(whole[:cut])
+        before, progress = whole[:cut], progress_of(whole[:cut])
         after, num_again = events_of(make(), resume(request, progress))
         assert tokens_of(before + after) == tokens_of(whole)
         assert end_of(after).finish is end_of(whole).finish
@@ -119,17 +119,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("make", "name"), CASES)
-def test_each_cut_goes_on_as_one_text(make: Callable[[], Engine], name: str) -> None:
+def test_resumed_sequence_continues_at_any_cut(make: Callable[[], Engine], name: str) -> None:
     check_each_cut_goes_on_as_one_text(make, REQUESTS[name])
 
 
 def from_the_prompt(request: Request, progress: Progress) -> Request:
-    """The mutant: what was told is forgotten."""
+    """The mutant: the reported tokens are lost."""
     return replace(request, progress=Progress())
 
 
 def as_a_prompt(request: Request, progress: Progress) -> Request:
-    """The mutant: what was told becomes the prompt of a shorter request; penalties and prompt scores are then others."""
+    """The mutant: the reported tokens become the prompt of a shorter request, so penalties and prompt scores differ."""
     rest = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(progress.token_ids))
     return replace(request, prompt_ids=request.prompt_ids + progress.token_ids, sampling=rest)
 
@@ -150,20 +150,20 @@ def test_mutants_are_noticed(mutant: Resume) -> None:
         check_each_cut_goes_on_as_one_text(with_a_model, REQUESTS["edited"], mutant)
 
 
-@pytest.mark.parametrize("num_told", [1, 5, len(PROMPT) - 1])
-def test_prompt_scores_go_on_where_they_were(num_told: int) -> None:
-    """Also where no engine cuts: the death may come in the middle of a prompt."""
+@pytest.mark.parametrize("num_reported", [1, 5, len(PROMPT) - 1])
+def test_prompt_scores_go_on_where_they_were(num_reported: int) -> None:
+    """Also at positions where no engine splits, because a worker may die within a prompt."""
     request = REQUESTS["greedy"]
     whole, _ = events_of(with_cached_text(), request)
-    rest, num_counted = events_of(with_cached_text(), resumed(request, Progress((), num_told)))
+    rest, num_counted = events_of(with_cached_text(), resumed(request, Progress((), num_reported)))
     assert [one.logprob for one in scores_of(rest)] == pytest.approx(
-        [one.logprob for one in scores_of(whole)[num_told:]], abs=1e-4
+        [one.logprob for one in scores_of(whole)[num_reported:]], abs=1e-4
     )
     assert tokens_of(rest) == tokens_of(whole)
-    assert num_counted == len(PROMPT) - num_told
+    assert num_counted == len(PROMPT) - num_reported
 
 
-def test_nothing_is_left_to_resume_of_a_finished_request() -> None:
+def test_finished_request_has_nothing_to_resume() -> None:
     engine = with_cached_text()
     request = Request("r", PROMPT, SamplingParams(max_tokens=2))
     for progress, error in [(Progress((5, 6)), "2 of 2 tokens"), (Progress((61,)), "must be in")]:
@@ -174,7 +174,7 @@ def test_nothing_is_left_to_resume_of_a_finished_request() -> None:
 
 
 def test_a_step_is_noted_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told after the forward would say nothing of the one that kills."""
+    """A report after the pass would not name the request that kills the worker."""
     engine = with_a_model()
     notes: list[StepNote] = []
     engine.add_step_listener(notes.append)
@@ -254,13 +254,16 @@ BY_VALUE = [Expansion(0, 2, 2, "heap", 3), Expansion(0, 2, 2, "calibrated", 3)]
 
 @pytest.mark.parametrize("expansion", BY_VALUE, ids=str)
 def test_unseeded_requests_keep_their_distribution_when_resumed(expansion: Expansion) -> None:
-    """A tree whose nodes share a budget by value ends where later noise says so; a fresh seed behind it changed the law."""
+    """A tree that shares a budget by value ends depending on later noise.
+
+    The bug: a fresh seed behind it changed the distribution.
+    """
     assert z_of_counts(triples_cut_after_a_step(expansion, resumed), probs_of_triples()) < PASSES_BELOW
     assert z_of_counts(triples_cut_after_a_step(expansion, with_fresh_noise), probs_of_triples()) > FAILS_ABOVE
 
 
 def test_requests_without_a_seed_draw_unlike_ones() -> None:
-    """Also those of one answer; a copy of a request keeps its seed, and a seed that was asked for is the one that counts."""
+    """Choices of one answer also draw differently. A copy of a request keeps its seed, and a requested seed is used."""
     requests = [Request(str(index), PROMPT) for index in range(8)]
     assert len({request.seed for request in requests}) == 8
     assert replace(requests[0], progress=Progress((5,))).seed == requests[0].seed

@@ -1,6 +1,6 @@
-"""Same seed, same text: whatever drafts, whoever shares the batch, however short of room, and after a restart.
+"""Same seed, same tokens: with any drafter, batch or shortage of slots, and after a restart.
 
-The text to be had is plain decoding's by transformers' logits (`seeded_text`); no engine has a part in it.
+The expected tokens are plain decoding's by transformers' logits (`seeded_text`), computed without an engine.
 """
 
 import multiprocessing
@@ -81,7 +81,7 @@ configs = st.builds(
 
 @settings(max_examples=40)
 @given(st.sampled_from(FAMILIES), st.sampled_from(DRAFTERS), any_expansions(), configs, seeded_requests(), mates(), st.data())
-def test_nothing_around_a_request_changes_its_text(family, drafter, shape, config, subject, others, data):
+def test_batch_of_a_request_changes_no_token(family, drafter, shape, config, subject, others, data):
     requests = data.draw(st.permutations([subject, *others]))
     texts = run(engine_of(family, drafter, shape, config), requests).texts()
     assert texts["subject"] == seeded_text(family, subject)
@@ -94,7 +94,7 @@ def crowd() -> list[Request]:
 
 
 def check_crowd(engine: Engine, *, is_cramped: bool) -> None:
-    """Run the crowd to its end; each seeded text must be what it is alone."""
+    """Run the crowd to its end. Each seeded sequence must equal its run alone."""
     session = run(engine, crowd())
     assert (sum(stats.num_preemptions for stats in session.stats) > 0) == is_cramped
     for request in crowd():
@@ -104,12 +104,12 @@ def check_crowd(engine: Engine, *, is_cramped: bool) -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("config", [ROOMY, CRAMPED], ids=["roomy", "cramped"])
-def test_a_crowd_keeps_its_texts(drafter, config):
+def test_crowd_keeps_its_sequences(drafter, config):
     """Cramped: prompts are fed in chunks of at most twelve tokens, and sequences lose their slots and begin again."""
     check_crowd(engine_of("llama", drafter, TREE, config), is_cramped=config is CRAMPED)
 
 
-def test_two_engines_one_after_the_other_give_one_text():
+def test_two_engines_give_one_seeded_sequence():
     first, second = (run(engine_of("llama", "model", TREE), crowd()).texts() for _ in range(2))
     assert first == second
 
@@ -138,13 +138,13 @@ class OneGenerator:
 
 @pytest.mark.parametrize("config", [ROOMY, CRAMPED], ids=["roomy", "cramped"])
 @pytest.mark.parametrize("mutant", [keyed_by_the_step, keyed_by_the_seed_alone, OneGenerator()])
-def test_crowds_kill_noise_not_keyed_by_position(mutant, config, monkeypatch):
+def test_crowds_detect_noise_not_keyed_by_position(mutant, config, monkeypatch):
     monkeypatch.setattr(coupled, "_noise_key", mutant)
     with pytest.raises(AssertionError):
         check_crowd(engine_of("llama", "model", TREE, config), is_cramped=config is CRAMPED)
 
 
-def test_crowds_kill_an_extra_token_by_the_noise_of_another_position(monkeypatch):
+def test_crowds_detect_noise_of_another_position(monkeypatch):
     """The extra token after the path reuses the noise by which the path's last node was drafted."""
 
     def reusing(verdicts, trees, probs_NV, keys):
@@ -171,7 +171,7 @@ def test_crowds_kill_an_extra_token_by_the_noise_of_another_position(monkeypatch
         check_crowd(engine_of("llama", "model", TREE, ROOMY), is_cramped=False)
 
 
-# A restart: a worker process is killed, and the next one is asked again.
+# A restart: a worker process is killed, and the next one gets the request again.
 
 
 def build(config: EngineConfig) -> Engine:
@@ -205,9 +205,9 @@ async def texts_of_workers(factory: Callable[[EngineConfig], Engine], request: R
 REQUEST = sampled("r", LONG, seed=11, max_tokens=12, temperature=0.9)
 
 
-async def test_a_restarted_worker_gives_the_same_text():
+async def test_restarted_worker_gives_equal_tokens():
     assert await texts_of_workers(build, REQUEST, num_restarts=1) == [seeded_text("llama", REQUEST)] * 2
 
 
-async def test_workers_kill_noise_of_the_process():
+async def test_workers_detect_process_noise():
     assert await texts_of_workers(build_with_noise_of_the_process, REQUEST, num_restarts=0) != [seeded_text("llama", REQUEST)]

@@ -1,4 +1,4 @@
-"""The caches: what is written is read, and after any steps they hold what feeding the committed tokens would have written."""
+"""The caches return what was written. After any steps they equal a pass over the committed tokens."""
 
 import random
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ PAGE_BYTES = 2 << 20
 
 
 @given(st.permutations(range(8)), st.integers(1, 8), st.integers(0, 2**31), st.booleans())
-def test_what_is_written_is_read(places, count, seed, is_native):
+def test_cache_returns_what_was_written(places, count, seed, is_native):
     cache, slots = KVCache(2000, CPU), [250 * place for place in places]
     if is_native:
         cache.pools(6, 2, 3, torch.float32)
@@ -48,13 +48,13 @@ def test_what_is_written_is_read(places, count, seed, is_native):
     assert torch.equal(read_values[0], values[expected])
 
 
-def test_pools_are_made_by_layer_when_it_first_writes():
+def test_pools_are_created_at_first_write():
     cache = KVCache(5, CPU)
     assert (cache.num_layers, cache.num_bytes) == (0, 0)
     for layer in (0, 3):
         cache.write(layer, torch.tensor([1]), torch.ones(1, 2, 4), torch.ones(1, 2, 6))
     assert cache.num_layers == 2
-    assert cache.num_bytes == 2 * (5 + 1) * 2 * (4 + 6) * 4  # and nobody's slot
+    assert cache.num_bytes == 2 * (5 + 1) * 2 * (4 + 6) * 4  # and the dummy slot
     keys, values = cache.gather(3, torch.tensor([[1, 1, 1]]))
     assert keys.sum((2, 3)).tolist() == [[8.0, 8.0, 8.0]]
     assert values.shape == (1, 3, 2, 6)
@@ -79,7 +79,7 @@ def most_huge_pages(num_slots: int) -> int:
 
 
 @pytest.mark.parametrize("num_slots", [1, 512, 513, 1500])
-def test_a_texts_huge_pages_are_few(num_slots):
+def test_cache_uses_few_huge_pages(num_slots):
     """The bug: each head of each layer had its own pages, so that one token took 180 huge pages."""
     assert num_huge_pages(num_slots) <= most_huge_pages(num_slots)
 
@@ -159,7 +159,7 @@ def errors_over_a_run(family: str) -> CacheErrors:
 
 @pytest.mark.usefixtures("poisoned_pools")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_caches_hold_the_committed_tokens(family):
+def test_caches_contain_the_committed_tokens(family):
     errors = errors_over_a_run(family)
     assert errors.num_checked > 20
     assert errors.target < EXACT
@@ -179,7 +179,7 @@ _DRAFT_LEN_AFTER = Scheduler._draft_len_after
 
 
 @pytest.mark.usefixtures("poisoned_pools")
-def test_poisoned_pools_kill_padding_with_foreign_slots(monkeypatch):
+def test_poisoned_pools_detect_padding_with_foreign_slots(monkeypatch):
     """Padded keys must be slots the row has written: padding with any free slot would gather NaN."""
     tables_of = packing._tables
 
@@ -194,7 +194,7 @@ def test_poisoned_pools_kill_padding_with_foreign_slots(monkeypatch):
 
 
 @pytest.mark.parametrize("mutant", [keeps_the_first_nodes, keeps_the_path_backwards])
-def test_compaction_kills(mutant, monkeypatch):
+def test_compaction_detects_mutants(mutant, monkeypatch):
     monkeypatch.setattr(Scheduler, "_keep", mutant)
     errors = errors_over_a_run("llama")
     assert errors.target > WRONG
@@ -210,7 +210,7 @@ def draft_cache_forgotten(scheduler, row, result):
 
 
 @pytest.mark.parametrize("mutant", [accepted_leaf_never_fed, draft_cache_forgotten])
-def test_draft_catch_up_kills(mutant, monkeypatch):
+def test_draft_catch_up_detects_mutants(mutant, monkeypatch):
     """The text would be right still, as any draft is lossless: only the cache shows it."""
     monkeypatch.setattr(Scheduler, "_draft_len_after", mutant)
     errors = errors_over_a_run("llama")

@@ -63,7 +63,7 @@ def undisturbed(make: Callable[[bool], Engine]) -> Session:
 
 
 @pytest.mark.parametrize("make", [with_a_model, with_a_head, pytest.param(with_a_native_head, marks=needs_library)])
-def test_a_sound_engine_says_what_it_says_without_a_canary(make: Callable[[bool], Engine]) -> None:
+def test_canary_changes_no_token_of_sound_engine(make: Callable[[bool], Engine]) -> None:
     session = session_of(make(True))
     assert session.texts() == undisturbed(make).texts()
     assert sum(stats.num_preemptions for stats in session.stats)
@@ -78,7 +78,7 @@ def shifted(slots: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def off_by_one_table(scheduler: Scheduler, *args: Any) -> Row:
-    """A context is read one slot further than it lies."""
+    """A context is read one slot beyond its own."""
     row = _ROW(scheduler, *args)
     return replace(row, slots=shifted(row.slots, row.context_len))
 
@@ -95,10 +95,10 @@ def first_nodes_kept(scheduler: Scheduler, sequence: Any, num_kept: int, path_sl
 
 
 def freed_while_used(pool: SlotAllocator, slots: Any) -> None:
-    """Somebody is told that a slot is free which is in use."""
+    """A listener learns that a used slot was freed."""
     _FREE(pool, slots)
-    for tell in pool._listeners:
-        tell([slot for slot in range(NUM_SLOTS) if pool._is_used[slot]][:1])
+    for on_free in pool._listeners:
+        on_free([slot for slot in range(NUM_SLOTS) if pool._is_used[slot]][:1])
 
 
 def given_twice(pool: SlotAllocator, count: int) -> list[int]:
@@ -127,7 +127,7 @@ POISON = re.compile(r"keys of layer \d of slots \[.+\] are read, which are free 
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "mutant", "said"),
+    ("owner", "name", "mutant", "error"),
     [
         (Scheduler, "_row", off_by_one_table, TABLE),
         (Scheduler, "_row", another_rows_table, TABLE),
@@ -138,23 +138,23 @@ POISON = re.compile(r"keys of layer \d of slots \[.+\] are read, which are free 
         (passes, "chain_segment", drafter_off_by_one, POISON),
     ],
 )
-def test_a_slot_that_is_not_the_rows_own_is_named(
-    owner: Any, name: str, mutant: Callable[..., Any], said: re.Pattern[str], monkeypatch: pytest.MonkeyPatch
+def test_slot_of_another_row_is_named(
+    owner: Any, name: str, mutant: Callable[..., Any], error: re.Pattern[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, mutant)
-    with pytest.raises(IntegrityError, match=said):
+    with pytest.raises(IntegrityError, match=error):
         session_of(with_a_model(True))
 
 
-def test_features_of_slots_that_are_free_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_of_free_slots_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: a token reads its own slot's feature, not that of the token before it."""
     monkeypatch.setattr(HeadDrafter, "_slots_before", lambda self, row: row.slots[row.draft_len :][: len(row.draft_ids)])
     with pytest.raises(IntegrityError, match=r"features of slots \[.+\] are read, which are free"):
         session_of(with_a_head(True))
 
 
-def test_an_engine_without_a_canary_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it is for: another's text is read, and the answer looks like any other."""
+def test_engine_without_canary_misses_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the canary a row reads another sequence, and its answer looks like any other."""
     monkeypatch.setattr(Scheduler, "_row", another_rows_table)
     session = session_of(with_a_model(False))
     assert session.texts() != undisturbed(with_a_model).texts()

@@ -31,7 +31,7 @@ def test_packed_is_plain_up_to_rounding(family):
 
 
 @needs_onednn
-def test_packed_kills_a_forgotten_bias():
+def test_packed_layer_detects_forgotten_bias():
     module = tiny_module("qwen2")
     prepare_linears(module, "packed")
     for part in module.modules():
@@ -47,21 +47,21 @@ def test_plain_changes_nothing():
     assert [type(part) for part in module.modules()] == before
 
 
-def test_a_layer_is_let_go_of_as_it_is_replaced(monkeypatch):
-    """They all stayed until the last one was packed, and a model was held twice."""
+def test_layer_is_freed_when_replaced(monkeypatch):
+    """The bug: they all stayed until the last one was packed, and a model was in memory twice."""
     layers: list[weakref.ref[nn.Linear]] = []
-    most_held = 0
+    most_alive = 0
 
     def replaced(linear: nn.Linear, _: str) -> nn.Module:
-        nonlocal most_held
+        nonlocal most_alive
         layers.append(weakref.ref(linear))
-        most_held = max(most_held, sum(layer() is not None for layer in layers))
+        most_alive = max(most_alive, sum(layer() is not None for layer in layers))
         return nn.Identity()
 
     monkeypatch.setitem(linear_backends._KINDS, "replaced", replaced)
     prepare_linears(tiny_module("llama"), "replaced")
     assert len(layers) > 10
-    assert most_held == 1
+    assert most_alive == 1
 
 
 def test_unknown_kinds_are_refused():
@@ -71,7 +71,7 @@ def test_unknown_kinds_are_refused():
 
 @needs_onednn
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
-def test_a_lone_bfloat16_row_is_multiplied_like_others(num_rows):
+def test_single_bfloat16_row_is_multiplied_like_others(num_rows):
     if not linear_backends._packs(torch.bfloat16):
         pytest.skip("oneDNN refuses bfloat16 on this processor")
     linear = nn.Linear(48, 40).bfloat16().requires_grad_(False)
@@ -82,8 +82,8 @@ def test_a_lone_bfloat16_row_is_multiplied_like_others(num_rows):
 
 @needs_onednn
 @pytest.mark.parametrize("takes_it", [True, False])
-def test_a_format_that_onednn_refuses_is_left_to_torch(monkeypatch, takes_it):
-    """As bfloat16 is by processors with AVX2 alone, whatever it says of itself."""
+def test_format_refused_by_onednn_runs_in_torch(monkeypatch, takes_it):
+    """oneDNN refuses bfloat16 on processors with AVX2 alone, although it reports support."""
     monkeypatch.setattr(linear_backends, "_packs", lambda dtype: takes_it)
     module = tiny_module("llama")
     prepare_linears(module, "packed")
@@ -93,7 +93,7 @@ def test_a_format_that_onednn_refuses_is_left_to_torch(monkeypatch, takes_it):
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
 
-def test_where_the_library_is_not_only_float32_is_narrowed_and_only_where_it_is_faster(monkeypatch):
+def test_library_beside_torch_narrows_float32_if_faster(monkeypatch):
     monkeypatch.setattr(library, "is_available", lambda: False)
     assert fastest_precision(CPU, torch.float16) == "float16"
     assert fastest_precision(CARD, torch.float32) == "float32"
@@ -101,7 +101,7 @@ def test_where_the_library_is_not_only_float32_is_narrowed_and_only_where_it_is_
     assert fastest_linears(CPU) in ("packed", "plain")
 
 
-def test_where_the_library_is_drafters_are_in_8_bits_and_cards_are_as_ever(monkeypatch):
+def test_library_drafters_use_8_bits_unlike_cards(monkeypatch):
     monkeypatch.setattr(library, "is_available", lambda: True)
     assert [fastest_precision(CPU, dtype) for dtype in (torch.float32, torch.bfloat16)] == ["int8", "int8"]
     assert fastest_linears(CPU) == NATIVE

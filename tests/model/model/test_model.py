@@ -1,4 +1,4 @@
-"""Models under our attention: what is read of them, and that one we cannot drive exactly is refused by name."""
+"""Models under our attention: their properties, and the refusal by name of models that cannot be driven exactly."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def random_module(config: PreTrainedConfig):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_read_of_a_model(family):
+def test_model_properties_are_read(family):
     one = model(family)
     assert (one.vocab_size, one.max_positions, one.eos_token_ids) == (61, 512, (2,))
 
@@ -45,7 +45,7 @@ def test_what_is_read_of_a_model(family):
     ("generation", "config", "expected"),
     [(7, 2, (7,)), ([7, 8], 2, (7, 8)), (None, 2, (2,)), (None, [3, 4], (3, 4)), (None, None, ())],
 )
-def test_end_tokens_come_from_the_generation_settings_first(generation, config, expected):
+def test_end_tokens_come_from_generation_settings_first(generation, config, expected):
     module = tiny_module("llama")
     module.generation_config.eos_token_id = generation
     module.config.eos_token_id = config
@@ -76,8 +76,8 @@ def test_models_we_cannot_drive_are_refused(config):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_check_kills_a_broken_mask(family, monkeypatch):
-    """A pass in which everything sees everything is not the model's own, and the check says so."""
+def test_check_detects_broken_mask(family, monkeypatch):
+    """A pass in which all tokens see each other differs from the model's own, and the check reports it."""
     monkeypatch.setattr(
         Group, "bias", lambda group, window, dtype: torch.zeros_like(group.visible_BTL[:, None, None], dtype=dtype)
     )
@@ -93,7 +93,7 @@ def rounding_module(family: str, sharpness: float):
     return module.bfloat16()
 
 
-def test_a_model_may_be_as_far_from_its_own_pass_as_that_is_from_itself(monkeypatch):
+def test_tolerance_is_the_noise_of_the_model(monkeypatch):
     module = rounding_module("llama", 300.0)
     one = CausalModel(module, CPU)
     ids = model_check.check_text(one)
@@ -109,7 +109,7 @@ def test_a_model_may_be_as_far_from_its_own_pass_as_that_is_from_itself(monkeypa
         model_check.require_equal(one, ids, eager, tolerance)
 
 
-def test_what_preparing_linears_breaks_is_not_taken_for_the_model_s_own_noise(monkeypatch):
+def test_damage_by_preparation_is_not_model_noise(monkeypatch):
     """Both of its own passes are made before."""
 
     def break_one(module, kind, *rest):
@@ -122,7 +122,7 @@ def test_what_preparing_linears_breaks_is_not_taken_for_the_model_s_own_noise(mo
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_check_kills_a_broken_mask_in_bfloat16(family, monkeypatch):
+def test_check_detects_broken_mask_in_bfloat16(family, monkeypatch):
     monkeypatch.setattr(
         Group, "bias", lambda group, window, dtype: torch.zeros_like(group.visible_BTL[:, None, None], dtype=dtype)
     )
@@ -130,7 +130,7 @@ def test_the_check_kills_a_broken_mask_in_bfloat16(family, monkeypatch):
         adopt(tiny_module(family).bfloat16(), CPU)
 
 
-def test_the_check_kills_wrong_positions(monkeypatch):
+def test_check_detects_wrong_positions(monkeypatch):
     def by_index(*arguments):
         segment = tree_segment(*arguments)
         return replace(segment, positions=range(segment.positions[0], segment.positions[0] + segment.num_tokens))
@@ -165,7 +165,7 @@ def long_rope_module():
     return module
 
 
-def test_rotary_embeddings_that_depend_on_the_batch_are_refused():
+def test_batch_dependent_rotary_embeddings_are_refused():
     """They passed once: the check's text was short, and transformers goes by the longest position of the whole batch."""
     with pytest.raises(UnsupportedModel, match="depend on the longest text"):
         adopt(long_rope_module(), CPU)
@@ -185,7 +185,7 @@ def test_chunked_attention_is_refused_by_name():
         refuse_by_configuration(config)
 
 
-def test_a_window_longer_than_the_old_check_is_checked(monkeypatch):
+def test_window_longer_than_old_check_is_checked(monkeypatch):
     """The mutant ignores windows: a window of 40 tokens went unseen while the text had nine."""
     honest = Group.bias
     monkeypatch.setattr(Group, "bias", lambda group, window, dtype: honest(group, None, dtype))
@@ -195,7 +195,7 @@ def test_a_window_longer_than_the_old_check_is_checked(monkeypatch):
         adopt(random_module(config), CPU)
 
 
-def test_what_is_compared_is_what_serves(monkeypatch):
+def test_check_compares_the_serving_pass(monkeypatch):
     """The linears were replaced after the comparison; a broken replacement must not pass."""
 
     def broken(model, kind):

@@ -1,4 +1,7 @@
-"""What a policy may see of roots: the model's own states and laws at the token before each, and nothing before it asks."""
+"""A policy's view of roots: the model's states and distributions at the token before each.
+
+Nothing is kept before it is needed.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +34,7 @@ def column(facts: RootFacts, row: int, name: str) -> float:
 
 
 def check_root(facts: RootFacts, row: int, text: Sequence[int]) -> bool:
-    """Hold what is said of a root, the text's last token, against transformers; return whether the drafter's law was known."""
+    """Compare the facts about a root, the last token, with transformers. Return whether the draft distribution was known."""
     module, head = own_module("llama"), learnt_head()
     ids_BT = torch.tensor([text[:-1]])
     with torch.inference_mode():
@@ -47,7 +50,7 @@ def check_root(facts: RootFacts, row: int, text: Sequence[int]) -> bool:
 
 
 def check_draft(facts: RootFacts, row: int, text: Sequence[int], path: Sequence[int]) -> None:
-    """Hold what is said of the drafter's law against the net's own: `path` are tokens before the root that were drafted."""
+    """Compare the facts about the drafter's distribution with the net. `path` are the drafted tokens before the root."""
     history = text[: len(text) - 1 - len(path)]
     draft_V = (head_logits(learnt_head(), own_module("llama"), history, path) / TEMPERATURE).softmax(-1)
     probs_V = (own_logits("llama", [text[:-1]])[0, -1] / TEMPERATURE).softmax(-1)
@@ -69,7 +72,7 @@ def check_run() -> None:
         going = [name for name, event in events.items() if event.finish is None]
         for name, event in events.items():
             texts[name] += event.token_ids
-        facts = engine.roots.facts([*going, "nobody"])
+        facts = engine.roots.facts([*going, "unknown"])
         assert facts.is_known_B.tolist() == [True] * len(going) + [False]
         assert not facts.target_BD[-1].any()
         for row, name in enumerate(going):
@@ -87,7 +90,7 @@ def test_roots_are_seen_as_they_are():
 
 
 @pytest.mark.parametrize("field", ["node", "slot", "root_id"])
-def test_a_reader_that_looks_elsewhere_is_found_out(field, monkeypatch):
+def test_reader_of_wrong_states_is_detected(field, monkeypatch):
     ends = engine_module._endings
 
     def beside(*args):
@@ -98,7 +101,7 @@ def test_a_reader_that_looks_elsewhere_is_found_out(field, monkeypatch):
         check_run()
 
 
-def test_nothing_is_kept_before_somebody_asks_and_asking_changes_no_text():
+def test_features_are_kept_only_on_request():
     def texts(watches: bool) -> dict[str, list[int]]:
         engine = tiny_engine(model("llama"), model("llama", 1))
         if watches:
@@ -109,14 +112,14 @@ def test_nothing_is_kept_before_somebody_asks_and_asking_changes_no_text():
             assert watches or not facts.is_known_B.any()
             assert facts.draft_BW.shape == (2, 32)  # no features: the root's embedding alone
 
-        asked = [greedy("greedy", PROMPTS["first"]), sampled("seeded", PROMPTS["second"], seed=3)]
-        return run(engine, asked, look).texts()
+        requests = [greedy("greedy", PROMPTS["first"]), sampled("seeded", PROMPTS["second"], seed=3)]
+        return run(engine, requests, look).texts()
 
     assert texts(watches=True) == texts(watches=False)
 
 
 @pytest.mark.parametrize("max_step_tokens", [64, 12], ids=["whole", "chunks"])
-def test_roots_are_seen_beside_a_prompt_that_is_scored(max_step_tokens):
+def test_roots_are_read_beside_scored_prompts(max_step_tokens):
     """The output head is given the scored places of prompts too, after the nodes; the worker once ended there."""
     engine = tiny_engine(*pair("llama"), config=SchedulerConfig(max_step_tokens=max_step_tokens, max_running=4))
     engine.roots.watch()

@@ -61,7 +61,7 @@ def test_states_of_a_stored_model_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", KNOWN)
 def test_a_stored_model_has_the_same_bits(tmp_path: Path, stored: list[str], family: str, precision: str) -> None:
-    """Nothing that a request could notice may depend on whether a model was packed now or at an earlier start."""
+    """A request gets equal results from a model packed now and from one packed at an earlier start."""
     folder = model_folder(tmp_path / "model", tiny_module(family))
     for num_stored in (1, 1):
         found = load_stored(folder, precision, CPU)
@@ -85,7 +85,7 @@ def test_a_stored_model_has_the_same_bits(tmp_path: Path, stored: list[str], fam
             assert getattr(found, name) == getattr(whole, name), name
 
 
-def test_rotations_are_those_of_long_texts_too(tmp_path: Path, stored: list[str]) -> None:
+def test_rotations_match_for_long_sequences(tmp_path: Path, stored: list[str]) -> None:
     """A table is extended with the text: its later part comes from the stored frequencies as well."""
     folder = model_folder(tmp_path / "model", tiny_module("gemma3"))
     found, whole = load_stored(folder, "float32", CPU), load_model(folder, "float32", CPU, NATIVE)
@@ -135,7 +135,7 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, stored: list[str], damage:
     assert len(stored) == 2
 
 
-def test_a_sum_that_is_not_compared_is_noticed(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchecked_sum_is_detected(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation: without the comparison the damaged file is taken as it is."""
     folder = model_folder(tmp_path / "model")
     load_stored(folder, "float32", CPU)
@@ -162,7 +162,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_model_is_stored_anew(tmp_path: Path, stored: list[str], change: str) -> None:
+def test_another_model_is_stored_again(tmp_path: Path, stored: list[str], change: str) -> None:
     """A model that is trained further in its folder must not be served from the earlier file."""
     folder = model_folder(tmp_path / "model")
     load_stored(folder, "float32", CPU)
@@ -200,14 +200,14 @@ def test_old_files_are_deleted(tmp_path: Path, stored: list[str], monkeypatch: p
     assert sorted(names) == ["model-float32", "model-float32", "model-float32-float32"]
 
 
-def test_only_the_user_can_read_a_stored_model(tmp_path: Path, stored: list[str]) -> None:
+def test_stored_model_is_readable_by_user_only(tmp_path: Path, stored: list[str]) -> None:
     load_stored(model_folder(tmp_path / "model"), "float32", CPU)
     (entry,) = entries(tmp_path)
     assert entry.stat().st_mode & 0o077 == 0
     assert entry.parent.stat().st_mode & 0o077 == 0
 
 
-def test_a_model_that_fails_the_check_is_not_stored(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_fails_check_is_not_stored(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A verdict is stored only if it is good: the next start checks again."""
     folder = model_folder(tmp_path / "model")
     monkeypatch.setitem(vars(causal_lm)["_TOLERANCE"], "float32", 0.0)
@@ -218,8 +218,8 @@ def test_a_model_that_fails_the_check_is_not_stored(tmp_path: Path, stored: list
         assert entries(tmp_path) == []
 
 
-def test_a_file_with_other_logits_is_not_stored(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written is read again and compared with the checked model."""
+def test_file_with_other_logits_is_not_stored(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The written file is read again and compared with the checked model."""
     flattened = stored_model._flattened
 
     def changed(*arguments: Any) -> Any:
@@ -232,7 +232,7 @@ def test_a_file_with_other_logits_is_not_stored(tmp_path: Path, stored: list[str
     assert entries(tmp_path) == []
 
 
-def test_what_transformers_runs_is_noted_once(tmp_path: Path, stored: list[str]) -> None:
+def test_unknown_model_is_tried_once(tmp_path: Path, stored: list[str]) -> None:
     """A model that the library does not know is loaded as before, without a second process at each start."""
     folder = model_folder(tmp_path / "model", AutoModelForCausalLM.from_config(OlmoConfig(**SIZES)))
     assert load_stored(folder, "float32", CPU) is None
@@ -241,7 +241,7 @@ def test_what_transformers_runs_is_noted_once(tmp_path: Path, stored: list[str])
 
 
 @pytest.mark.parametrize("why", ["small", "no space", "read-only", "cuda"])
-def test_models_that_cannot_be_stored_are_loaded_whole(
+def test_unsupported_models_are_loaded_completely(
     tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     folder = model_folder(tmp_path / "model")

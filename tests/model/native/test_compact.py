@@ -1,4 +1,4 @@
-"""Compact weights: what GGUF files hold is found in the fewest bits, lies where it is looked for, and is multiplied with."""
+"""Compact weights: the contents of GGUF files are found in the fewest bits, stored in the expected layout, and multiplied."""
 
 import ctypes
 
@@ -63,10 +63,10 @@ def layer(weight_OI: torch.Tensor) -> NativeLinear:
     return NativeLinear(linear.requires_grad_(False), "compact")
 
 
-def error(weight_OI: torch.Tensor, held_OI: torch.Tensor) -> float:
+def error(weight_OI: torch.Tensor, dense_OI: torch.Tensor) -> float:
     """Return the largest error over the largest weight of its group."""
     missing = -weight_OI.shape[1] % GROUP
-    groups = [nn.functional.pad(one, (0, missing)).unflatten(1, (-1, GROUP)) for one in (held_OI - weight_OI, weight_OI)]
+    groups = [nn.functional.pad(one, (0, missing)).unflatten(1, (-1, GROUP)) for one in (dense_OI - weight_OI, weight_OI)]
     errors_OG, sizes_OG = (group.abs().amax(2) for group in groups)
     return float((errors_OG / sizes_OG.clamp_min(1e-30)).max())
 
@@ -85,7 +85,7 @@ def test_the_codes_of_a_file_are_found(kind, seed, dtype):
     assert error(weight_OI, compact.dense()) < 2 / 256
 
 
-def test_in_a_group_a_few_equal_numbers_are_a_grid_too():
+def test_group_of_equal_numbers_is_a_grid():
     weight_OI = of_file(_Kind.Q4_K, 64, 256)
     weight_OI[3, :32] = 0.0
     weight_OI[4, 32:64] = -0.75
@@ -93,14 +93,14 @@ def test_in_a_group_a_few_equal_numbers_are_a_grid_too():
     weight_OI[6] = 0.0
     compact = compact_weights(weight_OI)
     assert compact.bits == 4
-    held_OI = compact.dense()
-    assert not held_OI[3, :32].any()
-    assert not held_OI[6].any()
-    assert error(weight_OI, held_OI) < 2 / 256
+    dense_OI = compact.dense()
+    assert not dense_OI[3, :32].any()
+    assert not dense_OI[6].any()
+    assert error(weight_OI, dense_OI) < 2 / 256
 
 
 @pytest.mark.parametrize("bits", [4, 6])
-def test_one_weight_that_is_not_on_the_grid_is_seen(bits):
+def test_weight_off_the_grid_is_detected(bits):
     """In the last of many outputs, too."""
     weight_OI = random(bits, 1500, 256)
     assert compact_weights(weight_OI).bits == bits
@@ -109,7 +109,7 @@ def test_one_weight_that_is_not_on_the_grid_is_seen(bits):
     assert compact_weights(weight_OI).bits == 8
 
 
-def test_the_largest_number_on_both_sides_of_0_is_none_of_32_steps():
+def test_symmetric_extremes_do_not_fit_32_steps():
     """Codes are -32 to 31: of the sizes that fit -x, 0 and x, one with a code for x is taken."""
     weight_OI = random(6, 64, 256)
     weight_OI[3, :16] = torch.tensor([0.75, -0.75, 0.0, 0.375]).repeat(4)
@@ -119,18 +119,18 @@ def test_the_largest_number_on_both_sides_of_0_is_none_of_32_steps():
 
 
 @given(st.integers(8, 70), st.integers(64, 140), st.integers(0, 9), st.sampled_from([1e-6, 1.0, 1e6]))
-def test_weights_on_no_grid_are_rounded_to_8_bits_by_their_group(num_outputs, num_inputs, seed, size):
+def test_weights_off_grid_round_to_8_bits(num_outputs, num_inputs, seed, size):
     weight_OI = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(seed)) * size
-    held_OI = compact_weights(weight_OI).dense()[:, :num_inputs]
-    assert error(weight_OI, held_OI) <= 0.5001 / 127
+    dense_OI = compact_weights(weight_OI).dense()[:, :num_inputs]
+    assert error(weight_OI, dense_OI) <= 0.5001 / 127
 
 
-# where it lies
+# layout
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", [(1, 32), (64, 32), (70, 576), (129, 96), (40, 37)])
-def test_what_is_packed_is_unpacked(bits, shape):
+def test_packed_weights_are_unpacked_equally(bits, shape):
     compact = compact_weights(random(bits, *shape))
     assert compact.bits == bits
     packed = compact_packed(compact)
@@ -143,8 +143,8 @@ def test_what_is_packed_is_unpacked(bits, shape):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("output", "place"), [(0, 0), (17, 6), (70, 45), (101, 63)])
-def test_a_code_lies_in_its_quads_line(bits, output, place):
-    """As `compact.h` says: the four lines of a quad together, one of 16 outputs each, four inputs of an output side by side."""
+def test_code_is_stored_in_the_quad_line(bits, output, place):
+    """As in `compact.h`: the four lines of a quad together, one of 16 outputs each, four inputs of an output side by side."""
     compact = compact_weights(random(bits, 128, 64))
     record = compact_packed(compact)[output // BLOCK, place // GROUP].view(-1, 64)
     column, quad, byte = output % BLOCK // 16, place % GROUP // 4, 4 * (output % 16) + place % 4
@@ -185,7 +185,7 @@ def test_outputs_are_products_with_rounded_inputs(bits, shape):
 
 @needs_library
 @pytest.mark.parametrize("bits", BITS)
-def test_a_row_that_is_broken_is_so_alone(bits):
+def test_broken_row_affects_no_other_row(bits):
     native = layer(random(bits, 70, 96))
     x = torch.randn(7, 96, generator=torch.Generator().manual_seed(2))
     whole = native(x)
@@ -231,8 +231,8 @@ def test_either_library_computes_the_same_bits(bits):
 
 
 @needs_library
-def test_layers_that_read_the_same_rows_may_have_other_bits():
-    """As values in 6 bits have beside queries in 4; adopting compares the passes with the module's own."""
+def test_layers_of_one_input_differ_in_bits():
+    """For example values in 6 bits beside queries in 4. Adopting compares the passes with the module's own."""
     module = tiny_module("llama")
     for decoder in module.model.layers:
         attention = decoder.self_attn

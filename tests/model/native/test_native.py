@@ -1,4 +1,4 @@
-"""Our library's decoder: close to the model's own law, and each row's logits the same to the bit, whatever is beside it."""
+"""The library's decoder: close to the model's own distribution. Each row's logits have the same bits in any batch."""
 
 import math
 import random
@@ -55,21 +55,21 @@ ODD_SIZES = [  # no whole number of vectors, of blocks of outputs, or of heads t
 @pytest.mark.parametrize("family", KNOWN)
 @settings(max_examples=4)
 @given(rows=scenes())
-def test_a_node_has_the_bits_of_its_path_alone(family, precision, rows):
+def test_node_bits_equal_its_path_alone(family, precision, rows):
     """Chunks, trees and neighbours of any shape, over slots in any order; some layers look through a window."""
     assert is_same(native(family, precision), rows)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("sizes", ODD_SIZES)
-def test_models_of_odd_sizes_have_their_own_bits_too(sizes, precision):
+def test_odd_sized_models_have_stable_bits(sizes, precision):
     """The model's own pass has been compared when it was adopted."""
     assert is_same(adopt(tiny_module("qwen3", **sizes), CPU, NATIVE, precision), ragged_scene())
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("family", "window"), [("llama", {}), ("gemma3", {"sliding_window": 40})])
-def test_nodes_after_long_texts_have_their_own_bits_too(family, window, precision):
+def test_nodes_after_long_prefixes_have_stable_bits(family, window, precision):
     """Contexts of several blocks, read together or through a window that cuts them for some tokens of a pass alone."""
     assert is_same(adopt(tiny_module(family, **window), CPU, NATIVE, precision), long_scene())
 
@@ -80,8 +80,8 @@ def test_the_comparison_sees_another_tree(precision, segment):
     assert not is_same(native("llama", precision), ragged_scene(), segment=segment)
 
 
-def test_the_comparison_sees_rows_that_round_with_their_neighbours():
-    """As products of torch do."""
+def test_comparison_detects_rounding_with_neighbours():
+    """The mutant rounds like products of torch."""
     assert not is_same(model("llama"), ragged_scene())
 
 
@@ -122,7 +122,7 @@ def test_prompts_in_float32_are_near_float64(family):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_tokens", [7, 97, 200])
-def test_chunks_of_any_length_have_the_bits_of_their_tokens(num_tokens, precision):
+def test_chunk_bits_equal_single_token_bits(num_tokens, precision):
     """Below and above a panel's rows."""
     target = native("gemma3", precision)
     together = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
@@ -135,7 +135,7 @@ def test_chunks_of_any_length_have_the_bits_of_their_tokens(num_tokens, precisio
 )
 @pytest.mark.parametrize("family", KNOWN)
 def test_distributions_are_near_those_of_the_model(family, precision, least, most):
-    """By total variation: equal up to rounding where weights are, and another law where they were rounded."""
+    """By total variation: equal up to rounding for rounded weights, and different from the original weights."""
     with torch.inference_mode():
         own_TV = own_module(family)(input_ids=torch.tensor([TEXT[:40]])).logits[0].softmax(-1)
     distance = float((alone(native(family, precision), TEXT[:40]).softmax(-1) - own_TV).abs().sum(-1).amax() / 2)
@@ -144,7 +144,7 @@ def test_distributions_are_near_those_of_the_model(family, precision, least, mos
 
 @pytest.mark.parametrize("family", KNOWN)
 def test_in_bfloat16_weights_alone_are_rounded(family):
-    """The law is that of the rounded model in float32."""
+    """The distribution is that of the rounded model in float32."""
     rounded = with_weights(tiny_module(family), torch.bfloat16).float()
     with torch.inference_mode():
         own_TV = rounded(input_ids=torch.tensor([TEXT[:40]])).logits[0]
@@ -154,7 +154,7 @@ def test_in_bfloat16_weights_alone_are_rounded(family):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_texts_are_those_of_plain_decoding(precision):
+def test_sequences_equal_plain_decoding(precision):
     """Greedy, and drawn with a seed, with trees of a drafter that often errs."""
     rng = random.Random(4)
     requests = [
@@ -189,15 +189,15 @@ def texts_of(target, draft, requests):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_keys_and_values_take_half_the_room_where_weights_are_rounded_more(precision):
+def test_narrow_weights_halve_keys_and_values(precision):
     cache = KVCache(2, CPU)
     native("llama", precision).forward(chunk(2), cache, torch.arange(1))
     dtype = torch.float16 if precision in QUANTISED else torch.float32
     assert {pool.dtype for pool in cache.gather(0, torch.tensor([[0]]))} == {cache_dtype(precision)} == {dtype}
 
 
-def test_keys_and_values_of_every_head_lie_where_those_of_torch_do():
-    """The last slot's too, and what is nobody's is written over nobody."""
+def test_key_and_value_layout_equals_torch():
+    """The last slot's layout too. The dummy slot is overwritten."""
     caches = []
     for target in (model("qwen2"), native("qwen2")):
         caches.append(cache := KVCache(7, CPU))
@@ -227,7 +227,7 @@ def test_slots_of_other_blocks_change_no_bit(precision):
 @pytest.mark.parametrize(
     ("size", "kept"), [(1e3, 1e3), (1e7, 65504.0), (-1e7, -65504.0), (math.inf, math.inf), (math.nan, math.nan)]
 )
-def test_values_beyond_float16_are_its_largest_and_what_is_no_number_stays_none(size, kept):
+def test_float16_overflow_saturates_and_nan_stays(size, kept):
     target, cache = adopt(tiny_module("qwen2"), CPU, NATIVE, "int8"), KVCache(2, CPU)
     target.module.model.layers[0].self_attn.v_proj.weights.bias_O[3] = size
     target.forward(chunk(2), cache, torch.arange(2))
@@ -235,14 +235,14 @@ def test_values_beyond_float16_are_its_largest_and_what_is_no_number_stays_none(
     np.testing.assert_allclose(values.flatten(2)[0, :, 3].float(), [kept, kept], rtol=1e-2)
 
 
-def test_a_pass_may_ask_for_no_logits():
-    """As one does that feeds only the first part of a long prompt."""
+def test_pass_may_request_no_logits():
+    """A pass that feeds only the first part of a long prompt needs none."""
     assert native("qwen2").forward(chunk(2), KVCache(2, CPU), torch.arange(0)).shape == (0, 61)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("num_tokens", "rows"), [(2, [1, 0, 1, 0, 1]), (50, [49, 3]), (50, [25, 24, 23])])
-def test_any_rows_of_a_pass_may_be_asked_for_and_more_than_once(num_tokens, rows, precision):
+def test_pass_returns_any_rows_repeatedly(num_tokens, rows, precision):
     target = adopt(with_weights(tiny_module("qwen2", **WIDE), weights_dtype(precision)), CPU, NATIVE, precision)
     logits_TV = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
     some_RV = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.tensor(rows))
@@ -251,8 +251,8 @@ def test_any_rows_of_a_pass_may_be_asked_for_and_more_than_once(num_tokens, rows
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", KNOWN)
-def test_tokens_that_nobody_asks_about_leave_the_keys_that_others_read(family, precision):
-    """Behind the last layer's keys only those go on whose logits are wanted: first nobody, then some of two texts."""
+def test_unread_tokens_keep_keys_for_others(family, precision):
+    """Behind the last layer's keys only tokens with requested logits continue: first none, then some of two sequences."""
     target, cache, whole = native(family, precision), KVCache(100, CPU), KVCache(100, CPU)
     first, then = [two_texts(begin, end) for begin, end in ((0, 20), (20, 45))]
     target.forward(first, cache, torch.arange(0))
@@ -274,7 +274,7 @@ def chunk(num_tokens: int) -> PackedBatch:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_stays_in_its_text(bad, precision):
+def test_nan_stays_in_its_sequence(bad, precision):
     module = tiny_module("qwen2")
     module.get_input_embeddings().weight.data[7] = bad
     target = adopt(module, CPU, NATIVE, precision)
@@ -285,7 +285,7 @@ def test_what_is_no_number_stays_in_its_text(bad, precision):
 
 
 @pytest.mark.parametrize("precision", QUANTISED)
-def test_the_audit_s_reference_has_the_same_bits(precision):
+def test_audit_reference_has_equal_bits(precision):
     texts = [[5, 9, 3, 14, 22, 6], [8, 1, 30]]
     logits = SameBitsReference(adopt(tiny_module("qwen2"), CPU, NATIVE, precision), precision).logits(texts, 2)
     for text, logits_NV in zip(texts, logits, strict=True):
@@ -297,20 +297,20 @@ def test_the_audit_s_reference_has_the_same_bits(precision):
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("num_tokens", [1, 7, 200])
-def test_a_pass_tells_of_its_logits_what_reading_them_does(num_threads, num_tokens, monkeypatch):
-    """Of equals that lie in different blocks the first, and no number where a text has one."""
+def test_reported_logit_facts_equal_reading_them(num_threads, num_tokens, monkeypatch):
+    """Of equal logits in different blocks it reports the first, and it reports NaN."""
     monkeypatch.setattr(library, "_num_threads", num_threads)
     target = with_equal_outputs()
     for _ in range(8):
         logits_NV = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
-        told = target.likeliest(logits_NV)
-        assert repr(told) == repr([RowArgMax(*one) for one in probs.likeliest(logits_NV)])
-    assert all(NUM_EQUAL <= one.token_id < 2 * NUM_EQUAL for one in told if one.is_valid)
+        found = target.likeliest(logits_NV)
+        assert repr(found) == repr([RowArgMax(*one) for one in probs.likeliest(logits_NV)])
+    assert all(NUM_EQUAL <= one.token_id < 2 * NUM_EQUAL for one in found if one.is_valid)
     if num_tokens == 200:
-        assert {one.is_valid for one in told} == {False, True}
+        assert {one.is_valid for one in found} == {False, True}
 
 
-def test_what_is_known_of_a_pass_is_not_said_of_other_logits():
+def test_logit_facts_apply_to_their_pass_only():
     target = with_equal_outputs()
     logits_NV = target.forward(chunk(2), KVCache(2, CPU), torch.arange(2))
     later_NV = target.forward(chunk(3), KVCache(3, CPU), torch.arange(3))
@@ -343,8 +343,8 @@ def test_threads_change_no_bit(precision, monkeypatch):
         assert all(torch.equal(logits_of(3, num_tokens, rows), expected) for _ in range(8)), num_tokens
 
 
-def test_passes_side_by_side_have_their_own_rows(monkeypatch):
-    """Of one model and of two, each long enough to meet the others; one at a time has the helpers."""
+def test_concurrent_passes_have_their_own_rows(monkeypatch):
+    """Of one model and of two, each long enough to overlap. One pass at a time uses the helper threads."""
     monkeypatch.setattr(library, "_num_threads", 2)
     models = [adopt(tiny_module(family, **WIDE), CPU, NATIVE, "int8") for family in ("llama", "gemma3")]
 
@@ -358,12 +358,12 @@ def test_passes_side_by_side_have_their_own_rows(monkeypatch):
     assert all(torch.equal(one, right) for one, right in zip(found, expected * 3, strict=True))
 
 
-# who watches
+# observers
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("is_last_normed", [True, False])
-def test_taps_read_what_the_module_s_hooks_read(family, is_last_normed):
+def test_taps_read_the_module_hook_values(family, is_last_normed):
     found, expected = (states_of(target, is_last_normed) for target in (native(family), model(family)))
     assert torch.allclose(found, expected, atol=1e-4)
     assert not torch.allclose(found, states_of(native(family), not is_last_normed), atol=1e-4)
@@ -388,7 +388,7 @@ def test_a_tap_that_is_closed_costs_nothing():
 
 
 @pytest.mark.parametrize("unwritten", [3, 1999])
-def test_a_slot_that_was_never_written_is_named(unwritten):
+def test_slot_that_was_never_written_is_named(unwritten):
     """Also in another block."""
     canary = SlotCanary()
     pools, target = KVCache(2000, CPU, canary), native("qwen3")
@@ -414,8 +414,8 @@ def test_a_freed_slot_is_named(freed):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_a_model_is_the_same_however_its_weights_are_loaded(family, dtype, tmp_path, monkeypatch):
-    """What our library packs is loaded as the file has it, in half of the memory. Gemma's scale would be rounded with it."""
+def test_model_is_equal_however_weights_are_loaded(family, dtype, tmp_path, monkeypatch):
+    """The library's weights are loaded in the file's format, in half of the memory. Gemma's scale would be rounded too."""
     with_weights(tiny_module(family), dtype).save_pretrained(tmp_path)
     assert stored_dtype(tmp_path) == dtype
     assert loaded_dtype(tmp_path, "float32", NATIVE) == (torch.float32 if family == "gemma3" else dtype)
@@ -433,7 +433,7 @@ def test_a_model_is_the_same_however_its_weights_are_loaded(family, dtype, tmp_p
     assert narrow.module.config.to_json_string() == wide.module.config.to_json_string()
 
 
-def test_weights_of_several_formats_are_loaded_in_float32(tmp_path):
+def test_weights_of_mixed_formats_load_as_float32(tmp_path):
     module = with_weights(tiny_module(), torch.bfloat16)
     module.model.norm.float()
     module.save_pretrained(tmp_path)

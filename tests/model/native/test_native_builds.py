@@ -83,12 +83,12 @@ def test_distributions_noise_and_rankings_are_the_same(monkeypatch):
 
 @several
 def test_mixtures_and_walks_are_the_same(monkeypatch):
-    told = [
+    cached = [
         mixture.Predicted((3, 5, 1003), (0.5, 0.25, 0.25), 0.7),
         mixture.Predicted((), (), 0.0),
         mixture.Predicted((9,), (1.0,), 0.1),
     ]
-    (one, first), (other, second) = of_each_build(monkeypatch, lambda: mixture.mixed(LOGITS, [4, 0, None], told, 1004))
+    (one, first), (other, second) = of_each_build(monkeypatch, lambda: mixture.mixed(LOGITS, [4, 0, None], cached, 1004))
     assert torch.equal(one, other)
     assert first == second
     trees = [TokenTree((-1, 0, 0), (1, 2, 3), ((1, 2), (), ())), TokenTree((-1, 0), (1, 7), ((1,), ()))]

@@ -1,4 +1,4 @@
-"""The library's linear layers: products of what they hold, each row as if it were alone, by vectors and by tiles."""
+"""The library's linear layers: products of the stored weights, each row as if it were alone, by vectors and by tiles."""
 
 import math
 from functools import cache
@@ -50,7 +50,7 @@ def error_bound(native: NativeLinear, precision: str, x: torch.Tensor) -> torch.
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_outputs_are_the_products_of_what_is_held(shape, bias, precision):
+def test_outputs_are_products_of_stored_weights(shape, bias, precision):
     linear, native = layer(precision, *shape, bias)
     for num_rows in (*range(1, 41), 97, 203):
         x = rows(num_rows, shape[0])
@@ -60,7 +60,7 @@ def test_outputs_are_the_products_of_what_is_held(shape, bias, precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_same_bits_among_any_number(shape, precision):
+def test_row_bits_are_equal_in_any_batch(shape, precision):
     """Fewer than four are multiplied by vectors; more in int8 by tiles where there are any; panels are of 96."""
     native = layer(precision, *shape)[1]
     x = rows(203, shape[0])
@@ -70,7 +70,7 @@ def test_a_row_has_the_same_bits_among_any_number(shape, precision):
 
 
 def test_the_comparison_sees_inputs_rounded_together():
-    """As a scale for the whole batch would do: the law of another model."""
+    """Like one scale for the whole batch: the distribution of another model."""
     native = layer("int8", 64, 64, False)[1]
     x = rows(4, 64)
     scale = x.abs().amax() / (127 * 128)
@@ -81,16 +81,16 @@ def test_the_comparison_sees_inputs_rounded_together():
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_is_held_is_the_weight_rounded(precision):
+def test_stored_weight_is_rounded(precision):
     linear, native = layer(precision, 65, 129)
-    held_OI = native.dense_weight()
-    assert weight_of(native).equal(held_OI)
+    dense_OI = native.dense_weight()
+    assert weight_of(native).equal(dense_OI)
     if precision in QUANTISED:
         together = linear.in_features if precision == "int8" else GROUP
         largest_OI = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in linear.weight.split(together, 1)], 1)
-        assert ((held_OI - linear.weight).abs() <= largest_OI / 127 * 0.5001).all()
+        assert ((dense_OI - linear.weight).abs() <= largest_OI / 127 * 0.5001).all()
     else:
-        assert held_OI.equal(linear.weight.to(getattr(torch, precision)).float())
+        assert dense_OI.equal(linear.weight.to(getattr(torch, precision)).float())
 
 
 @pytest.mark.parametrize(("group", "multiple"), [(1, 1), (2, 2), (4, 64)])
@@ -106,7 +106,7 @@ def test_packed_weights_are_found_where_they_were(group, multiple):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_rows_of_zeros_and_of_great_numbers_are_rows(precision):
+def test_rows_of_zeros_and_large_numbers_work(precision):
     linear, native = layer(precision)
     x = torch.stack([torch.zeros(48), torch.full((48,), 1e20), torch.full((48,), 1e-20), torch.full((48,), 1e-44)])
     for found in (native(x), torch.cat([native(row[None]) for row in x])):
@@ -127,7 +127,7 @@ def test_sums_of_the_largest_integers_are_exact(num_rows, sign):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_stays_in_its_row(bad, precision):
+def test_nan_stays_in_its_row(bad, precision):
     native = layer(precision)[1]
     x = rows(9, 48)
     expected = native(x)
@@ -143,7 +143,7 @@ def test_any_number_of_axes_and_no_rows(precision):
     x = rows(6, 48)
     assert native(x.view(2, 3, 48)).equal(native(x).view(2, 3, 40))
     assert native(x[0]).equal(native(x)[0])
-    assert native(x[:, None].expand(6, 2, 48)[::2]).equal(native(x)[::2, None].expand(3, 2, 40)), "rows that do not lie together"
+    assert native(x[:, None].expand(6, 2, 48)[::2]).equal(native(x)[::2, None].expand(3, 2, 40)), "rows that are not contiguous"
     assert native(x.double()).equal(native(x))
     assert native(torch.zeros(1, 0, 48)).shape == (1, 0, 40)
 
@@ -167,8 +167,8 @@ def test_a_broken_layer_does_not_pass(precision, monkeypatch):
     assert set(linear_backends._TOLERANCES) == set(PRECISIONS)
 
 
-def test_layers_that_read_the_same_rows_may_be_stored_in_two_formats():
-    """Of float32 layers those whose weights bfloat16 can hold are: queries may be, and keys beside them not."""
+def test_layers_of_one_input_differ_in_format():
+    """A float32 layer is narrowed if bfloat16 holds its weights exactly: queries may be, and keys beside them not."""
     module = tiny_module("llama", hidden_size=33, num_attention_heads=3, num_key_value_heads=1)
     attention = module.model.layers[0].self_attn
     attention.q_proj.weight.data = attention.q_proj.weight.bfloat16().float()

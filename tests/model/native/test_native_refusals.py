@@ -1,4 +1,4 @@
-"""What our library does not run: named, and left to transformers; refused in int8 and compact. A compiler makes the library."""
+"""Models that the library does not run are named and left to transformers, or refused in int8 and compact."""
 
 import shutil
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_the_library_was_compiled(instructions):
 
 @needs_library
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_no_engine_of_the_library_rounds_by_width(precision, tmp_path):
+def test_native_engine_never_rounds_by_width(precision, tmp_path):
     folder = served_folder(tmp_path)
     engine = build_engine(EngineConfig(str(folder), drafter="none", dtype=precision, device="cpu"))
     assert engine.info.has_same_bits
@@ -45,7 +45,7 @@ def test_no_engine_of_the_library_rounds_by_width(precision, tmp_path):
     assert load_reference(folder, precision, "cpu").dtype == (precision if precision in QUANTISED else "float32")
 
 
-def test_an_engine_without_it_rounds_by_width_in_bfloat16(tmp_path, monkeypatch):
+def test_torch_engine_rounds_by_width_in_bfloat16(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "is_available", lambda: False)
     folder = served_folder(tmp_path)
     info = build_engine(EngineConfig(str(folder), drafter="none", dtype="bfloat16", device="cpu")).info
@@ -98,7 +98,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(("make", "why"), UNKNOWN.items())
-def test_what_is_not_known_is_named_before_anything_is_changed(make, why):
+def test_unsupported_part_is_named_before_any_change(make, why):
     module = make()
     before = [type(part) for part in module.modules()]
     with pytest.raises(UnknownDecoder, match=why):
@@ -106,7 +106,7 @@ def test_what_is_not_known_is_named_before_anything_is_changed(make, why):
     assert [type(part) for part in module.modules()] == before
 
 
-def test_what_is_no_decoder_is_named():
+def test_unsupported_decoder_is_named():
     body = tiny_module("llama").model
     with pytest.raises(UnknownDecoder, match="LlamaModel lacks the parts of a decoder"):
         refuse_by_structure(body)
@@ -120,7 +120,7 @@ def test_the_known_ones_are_known(family):
 @needs_library
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [other_family, with_rotation])
-def test_unknown_ones_are_run_by_transformers_but_where_weights_are_integers(make, stored, tmp_path):
+def test_unsupported_models_use_transformers_except_integer_weights(make, stored, tmp_path):
     make().to(stored).save_pretrained(tmp_path)
     for precision in ("float32", "bfloat16"):
         loaded = load_model(tmp_path, precision, CPU, NATIVE)

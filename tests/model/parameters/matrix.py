@@ -14,9 +14,9 @@ from pathlib import Path
 
 from engine.core.sampling_limits import require_probs
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
-from tests.model.parameters.subjects import EVERYTHING, GREEDY, LAWS, NUMBERS, Subject
+from tests.model.parameters.subjects import DISTRIBUTIONS, EVERYTHING, GREEDY, NUMBERS, Subject
 from tests.model.parameters.texts import INFO, KINDS, Enumeration, RequestedModel, distance, plain_texts
-from tests.model.parameters.told import check_numbers, texts_differ
+from tests.model.parameters.tokens_and_logprobs import check_numbers, texts_differ
 from tests.model.parameters.wire import default_rows, wire_rows
 from tests.model.verify.rules_under_test import EXACT, RULES
 
@@ -27,8 +27,8 @@ LEAST_MOVE = 0.005  # a value that moves the distribution by less shows nothing
 def probs_table() -> str:
     """Return the table of parameters and verifiers."""
     head = ["parameter", "value", "moves", *VERIFIER_NAMES]
-    rows = [probs_row(subject) for subject in (GREEDY, *LAWS, EVERYTHING)]
-    return _table(head, [*rows, *([f"`{name}`", "3", "–", *map(_told, VERIFIER_NAMES)] for name in NUMBERS)])
+    rows = [probs_row(subject) for subject in (GREEDY, *DISTRIBUTIONS, EVERYTHING)]
+    return _table(head, [*rows, *([f"`{name}`", "3", "–", *map(_checked, VERIFIER_NAMES)] for name in NUMBERS)])
 
 
 def trees_table() -> str:
@@ -60,7 +60,7 @@ def _probs(model: RequestedModel, enumeration: Enumeration, verifier: str) -> st
 
 
 @cache
-def _told(verifier: str) -> str:
+def _checked(verifier: str) -> str:
     check_numbers(verifier)
     return "own"
 

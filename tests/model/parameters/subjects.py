@@ -1,4 +1,4 @@
-"""Every sampling parameter with a value that moves the law of a model of three tokens."""
+"""Each sampling parameter with a value that changes the distribution of a model of three tokens."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ NUM_TOKENS = 3  # of a text: one more than the deepest tree has levels
 
 @dataclass(frozen=True)
 class Subject:
-    """A line of the table: `sampling` is held against `base`, which lacks the parameter, to show that the value matters."""
+    """A line of the table: `sampling` is compared with `base`, which lacks the parameter, to show that the value matters."""
 
     name: str
     value: str
@@ -23,17 +23,19 @@ class Subject:
 def _subject(name: str, beside: dict[str, object] | None = None, **values: object) -> Subject:
     """Return the subject of a field; `beside` are values without which it would mean nothing."""
     base: dict[str, object] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **(beside or {})}
-    told = ", ".join(f"{key} {_told(value)}" if key != name else _told(value) for key, value in (values | (beside or {})).items())
-    return Subject(name, told, SamplingParams(**(base | values)), SamplingParams(**base))  # type: ignore[arg-type]
+    shown = ", ".join(
+        f"{key} {_shown(value)}" if key != name else _shown(value) for key, value in (values | (beside or {})).items()
+    )
+    return Subject(name, shown, SamplingParams(**(base | values)), SamplingParams(**base))  # type: ignore[arg-type]
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, Grammar):
         return f"{value.kind} {value.text}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-LAWS = [
+DISTRIBUTIONS = [
     _subject("temperature", temperature=0.6),
     _subject("top_p", top_p=0.8),
     _subject("top_k", top_k=2),

@@ -1,8 +1,8 @@
-"""The law of whole texts, up to their end, of plain decoding by transformers' processors and of the engine by enumeration.
+"""The distribution of whole sequences: of plain decoding by transformers' processors, and of the engine by enumeration.
 
-Nothing of the engine decides what plain decoding does here: raw laws are numpy's, edits and truncation transformers', ends
-this module's. Of the engine are the drafter's laws, what the Judge hands to a verifier, the verifier's masses, and where a
-sequence ends.
+Plain decoding uses no code of the engine: raw distributions are numpy's, edits and truncation transformers', ends
+this module's. The engine provides the drafter's distributions, the Judge's inputs to a verifier, the verifier's masses, and
+the ends of sequences.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ from engine.verify.verdict import Verdict
 from tests.enumeration import (
     Batch,
     Context,
+    Distribution,
     DrawnTree,
-    Law,
     TinyModel,
     batch_of,
     beam_trees,
@@ -61,11 +61,11 @@ VOCAB_SIZE, MODEL_SEED = 3, 23
 PROMPT = (0, 1, 0, 2)
 INFO = ModelInfo("tiny", VOCAB_SIZE, 64, 64, (END_ID,), "float64", "cpu", "enumerated", "traversal", "fixed")
 
-TextLaw = dict[Context, float]
+SequenceProbs = dict[Context, float]
 
 
 class RequestedModel(TinyModel):
-    """Target and drafter of one request. `target` is plain decoding's law by transformers, `draft` the engine's own."""
+    """Target and drafter of one request. `target` is plain decoding's distribution by transformers, `draft` the engine's own."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         super().__init__(VOCAB_SIZE, MODEL_SEED)
@@ -85,15 +85,15 @@ class RequestedModel(TinyModel):
         """The request's parameters, the model's end tokens among the stops."""
         return self.request.sampling
 
-    def _engine_probs(self, raw: Law, context: Context) -> Law:
-        """Return the drafter's processed law: the one that is sampled and shown to the verifier."""
+    def _engine_probs(self, raw: Distribution, context: Context) -> Distribution:
+        """Return the drafter's processed distribution: the one that is sampled and given to the verifier."""
         contexts = [SamplingContext(self.sampling, PROMPT, len(PROMPT), context)]
         edited_1V = edited_logits(torch.from_numpy(np.log(raw))[None], contexts, self.grammars)
         return np.asarray(warped_probs(edited_1V, [self.sampling])[0].double())
 
 
 class _Grammatical(LogitsProcessor):
-    """Holds a text to the few that a grammar allows, spelled out; behind one that has ended anything may come."""
+    """Restricts a sequence to the few that a grammar allows, spelled out. After an end any token may follow."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         edited = scores.clone()
@@ -114,8 +114,8 @@ def _vocabulary() -> Vocabulary:
     return source_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"), VOCAB_SIZE, [END_ID]).load()
 
 
-def _plain_probs(sampling: SamplingParams, raw: Law, context: Context) -> Law:
-    """Return the law of the next token as transformers' `generate` has it, in float64."""
+def _plain_probs(sampling: SamplingParams, raw: Distribution, context: Context) -> Distribution:
+    """Return the distribution of the next token as in transformers' `generate`, in float64."""
     processors = processors_of(sampling, len(PROMPT))
     if sampling.grammar is not None:
         processors.append(_Grammatical())
@@ -138,16 +138,16 @@ def _warpers(sampling: SamplingParams) -> LogitsProcessorList:
     return LogitsProcessorList(warpers)
 
 
-def plain_texts(model: RequestedModel) -> TextLaw:
-    """Return the law of plain decoding's texts."""
+def plain_texts(model: RequestedModel) -> SequenceProbs:
+    """Return the distribution of plain decoding's sequences."""
     return _continued(model, ())
 
 
-def _continued(model: RequestedModel, text: Context) -> TextLaw:
-    """Return the law of texts that begin so and go on as plain decoding does, by this module's own idea of their end."""
+def _continued(model: RequestedModel, text: Context) -> SequenceProbs:
+    """Return the distribution of plain decoding after this prefix. This module decides where sequences end."""
     if len(text) >= model.sampling.max_tokens or (text and text[-1] in model.sampling.stop_token_ids):
         return {text: 1.0}
-    distribution: TextLaw = {}
+    distribution: SequenceProbs = {}
     for token_id, chance in enumerate(model.target(text).tolist()):
         if chance > 0.0:
             for whole, share in _continued(model, (*text, token_id)).items():
@@ -156,7 +156,7 @@ def _continued(model: RequestedModel, text: Context) -> TextLaw:
 
 
 class Watcher:
-    """Stands in for a verifier and keeps what the Judge hands it."""
+    """Replaces a verifier and keeps its inputs from the Judge."""
 
     name = "watcher"
 
@@ -177,10 +177,10 @@ class Enumeration:
         self._growth_of = [name for name, trees in grown.items() for _ in trees]
         self._batch = self._judged([tree for trees in grown.values() for tree in trees])
 
-    def texts(self, rule: TwoPhase) -> dict[str, TextLaw]:
-        """Return the law of the engine's texts under a rule, for each growth that it is exact on."""
+    def texts(self, rule: TwoPhase) -> dict[str, SequenceProbs]:
+        """Return the distribution of the engine's sequences under a rule, for each growth that it is exact on."""
         chosen = [b for b, growth in enumerate(self._growth_of) if is_exact(KINDS[growth], rule.name)]
-        weights: dict[str, TextLaw] = {}
+        weights: dict[str, SequenceProbs] = {}
         batch = self._subset(chosen)
         stop_N, extra_NV = outcomes_of(rule, batch)
         nodes = iter(zip(stop_N.tolist(), extra_NV.tolist(), strict=True))
@@ -194,7 +194,7 @@ class Enumeration:
         return {growth: self._ended(distribution) for growth, distribution in weights.items()}
 
     def _judged(self, trees: list[DrawnTree]) -> Batch:
-        """Return the trees with the laws that the Judge hands to a verifier."""
+        """Return the trees with the distributions that the Judge gives to a verifier."""
         batch, watcher, judge = batch_of(self._model, trees), Watcher(), Judge(self._model.grammars)
         judge._verifiers["traversal"] = watcher
         judge.judge([request_row(self._model, "traversal")] * len(trees), batch.forest, self._model.raw_logits(trees))
@@ -206,9 +206,9 @@ class Enumeration:
         trees = tuple(self._batch.trees[b] for b in chosen)
         return Batch(trees, self._batch.forest.subset(chosen), self._batch.target_probs_NV[torch.tensor(rows)])
 
-    def _ended(self, weights: TextLaw) -> TextLaw:
-        """Return the law of whole texts: a path and its extra token as the sequence accepts them, then plain decoding."""
-        distribution: TextLaw = {}
+    def _ended(self, weights: SequenceProbs) -> SequenceProbs:
+        """Return the distribution of whole sequences: the accepted path and extra token, then plain decoding."""
+        distribution: SequenceProbs = {}
         for text, weight in weights.items():
             if weight > 0.0:
                 for whole, share in _continued(self._model, accepted(self._model.request, text)).items():
@@ -249,6 +249,6 @@ def growths(model: TinyModel) -> dict[str, list[DrawnTree]]:
     }
 
 
-def distance(distribution: TextLaw, other: TextLaw) -> float:
-    """Return the largest difference of two laws of texts."""
+def distance(distribution: SequenceProbs, other: SequenceProbs) -> float:
+    """Return the largest difference of two distributions of sequences."""
     return max(abs(distribution.get(text, 0.0) - other.get(text, 0.0)) for text in {*distribution, *other})

@@ -1,4 +1,4 @@
-"""What each field of a request becomes in the engine, or the 400 that refuses it: asked of an app over an engine that notes."""
+"""The effect of each request field on the engine, or its 400, found by requests to an app over a recording engine."""
 
 import asyncio
 import json
@@ -131,9 +131,9 @@ async def _default_rows() -> list[list[str]]:
             for path, _, make in _ENDPOINTS.values():
                 for given in ({}, {name: None}, {name: of_api[name]}):
                     assert (await client.post(path, json=make(**given))).status_code == 200
-        told = [f"`{name}` {getattr(request.sampling, name)}" for request in engine.requests]
-        assert told[:3] == told[3:], "both endpoints treat them alike"
-        rows.append([f"`{key}: {value}`", ", ".join(_ENDPOINTS), *told[:3]])
+        effects = [f"`{name}` {getattr(request.sampling, name)}" for request in engine.requests]
+        assert effects[:3] == effects[3:], "both endpoints treat them alike"
+        rows.append([f"`{key}: {value}`", ", ".join(_ENDPOINTS), *effects[:3]])
     return rows
 
 
@@ -171,7 +171,7 @@ def _grouped(by_form: dict[str, str]) -> dict[str, list[str]]:
 
 
 async def _fate(client: httpx.AsyncClient, engine: FakeEngine, form: str, given: dict[str, Any]) -> str:
-    """Send a request with and without the field and say what it changed."""
+    """Send a request with and without the field and return what it changed."""
     path, _, make = _ENDPOINTS[form]
     name = next(iter(given))
     engine.requests.clear()
@@ -180,9 +180,9 @@ async def _fate(client: httpx.AsyncClient, engine: FakeEngine, form: str, given:
     if answers[1].status_code != 200:
         assert answers[1].json()["error"]["param"], answers[1].text
         return f"{answers[1].status_code}: {answers[1].json()['error']['message']}"
-    first, *asked = engine.requests
-    changes = dict.fromkeys(change for request in asked for change in _changes(first, request))
-    many = f"{len(asked)} requests to the engine; " if len(asked) > 1 else ""
+    first, *sent = engine.requests
+    changes = dict.fromkeys(change for request in sent for change in _changes(first, request))
+    many = f"{len(sent)} requests to the engine; " if len(sent) > 1 else ""
     return many + (", ".join(f"`{change}`" for change in changes) or "nothing in the engine")
 
 

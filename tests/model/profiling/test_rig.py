@@ -1,4 +1,4 @@
-"""The measuring rig: it runs what it says it runs, in a served engine's own caches, and leaves no trace in any text."""
+"""The step timer: it runs what its results claim, in a served engine's own caches, and changes no sequence."""
 
 from dataclasses import replace
 from math import inf
@@ -50,7 +50,7 @@ class Ticking:
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
-def test_a_pass_is_what_it_is_said_to_be(is_drawn):
+def test_timed_pass_has_the_stated_size(is_drawn):
     _, rig = engine_and_rig()
     work, seconds = rig.time_pass(PassSize(3, 4, 100, is_drawn))
     assert seconds > 0.0
@@ -59,7 +59,7 @@ def test_a_pass_is_what_it_is_said_to_be(is_drawn):
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
-def test_steps_draft_what_the_script_says(drafter):
+def test_steps_draft_as_the_script_prescribes(drafter):
     engine, rig = engine_and_rig(drafter)
     expansions = [PLAIN, Expansion(1, 1, 0), Expansion(3, 1, 0)]
     seen = rig.run_steps(2, 20, expansions)
@@ -150,8 +150,8 @@ def test_another_machine_has_another_profile(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("drafter", ["head", "ngram"])
-def test_the_policy_knows_what_a_token_costs_that_its_drafter_is_merely_fed(drafter, tmp_path, monkeypatch):
-    """Steps are counted by it, and must be foretold by it."""
+def test_policy_knows_the_cost_of_fed_tokens(drafter, tmp_path, monkeypatch):
+    """The predicted costs count these steps, so the timer must too."""
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)
     engine = head_engine(random_head()) if drafter == "head" else engine_and_rig(drafter)[0]
@@ -165,7 +165,7 @@ def test_the_policy_knows_what_a_token_costs_that_its_drafter_is_merely_fed(draf
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
-def test_the_adaptive_policy_changes_no_text(drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_adaptive_policy_changes_no_token(drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The real policy on a real engine: it drafts trees of many shapes, and the texts are plain decoding's."""
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)

@@ -1,4 +1,4 @@
-"""The laboratory of trees: what it shares between trees changes none of them, and the table says what was measured."""
+"""Counterfactual trees: sharing between trees changes none of them, and the table contains the measurements."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def lab() -> Counterfactual:
 
 
 def check_distributions(laboratory: Counterfactual) -> None:
-    """The law after every node is the target's own after the text and the node's path."""
+    """The distribution after each node is the target's own after the sequence and the node's path."""
     point = laboratory.point(POINT, PLANTINGS, SAMPLING, Calibrations())
     for index, tree in enumerate(point.growth.forest.trees):
         paths = [[*TEXT[: POINT + 1], *(tree.token_ids[v] for v in tree.path(node)[1:])] for node in range(tree.num_nodes)]
@@ -49,11 +49,11 @@ def check_distributions(laboratory: Counterfactual) -> None:
             assert torch.allclose(probs_V, probs_of(own_logits("llama", [path])[:, -1], [SAMPLING])[0], atol=1e-4)
 
 
-def test_one_pass_over_the_union_gives_every_trees_distributions(lab):
+def test_union_pass_gives_distributions_of_each_tree(lab):
     check_distributions(lab)
 
 
-def test_the_distributions_kill_a_union_that_loses_track_of_paths(lab, monkeypatch):
+def test_distributions_detect_union_with_wrong_paths(lab, monkeypatch):
     monkeypatch.setattr(lab_module, "_add", lambda union, tree: [0] * tree.num_nodes)
     with pytest.raises(AssertionError):
         check_distributions(lab)

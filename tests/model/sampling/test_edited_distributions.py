@@ -1,4 +1,4 @@
-"""Edits under speculation: every node of a tree has the law of its own text, so texts and laws are plain decoding's."""
+"""Edits under speculation: each node's distribution is edited for its own path, so sequences are plain decoding's."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def generated(edits: str) -> list[int]:
 
 @cache
 def seeded_text(edits: str) -> list[int]:
-    """Return plain decoding's text by transformers' logits and processors: at each place the arg max of log law plus noise."""
+    """Return plain decoding's tokens by transformers' processors: each the arg max of log probability plus noise."""
     request = request_of(edits, seed=11, temperature=0.8)
     sampling, text = request.sampling, list(PROMPT)
     while len(text) < len(PROMPT) + LONG and (len(text) == len(PROMPT) or text[-1] not in sampling.stop_token_ids):
@@ -94,22 +94,22 @@ def seeded_text(edits: str) -> list[int]:
 
 
 def probs_after(sampling: SamplingParams, texts: Sequence[Sequence[int]], num_prompt: int = len(PROMPT)) -> torch.Tensor:
-    """Return the float64 laws of what follows texts of one length: transformers' logits and processors, then temperature."""
+    """Return the float64 distributions after sequences of one length: transformers' logits and processors, then temperature."""
     scores = processors_of(sampling, num_prompt)(torch.tensor(texts), own_logits("llama", texts)[:, -1])
     return torch.softmax(scores.double() / sampling.temperature, -1)
 
 
 @pytest.mark.parametrize("edits", EDITS)
-def test_greedy_text_is_generates(edits):
+def test_greedy_tokens_equal_generate(edits):
     check_texts(request_of(edits, temperature=0.0), generated(edits))
 
 
 @pytest.mark.parametrize("edits", EDITS)
-def test_seeded_text_is_plain_decodings(edits):
+def test_seeded_tokens_equal_plain_decoding(edits):
     check_texts(request_of(edits, seed=11, temperature=0.8), seeded_text(edits))
 
 
-def test_each_edit_changes_the_text():
+def test_each_edit_changes_the_tokens():
     """An edit that changed nothing would prove nothing."""
     plain = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
     unedited = run(engine_of(PLAIN), [Request("r", PROMPT, plain)]).outcomes["r"].ids
@@ -119,7 +119,7 @@ def test_each_edit_changes_the_text():
         assert generated(edits) != unedited[:cut], edits
 
 
-def test_edited_requests_in_one_batch_get_the_texts_they_get_alone():
+def test_edited_batch_equals_requests_run_alone():
     requests = [
         replace(request_of(edits, **fields), request_id=f"{edits} {kind}")
         for edits in EDITS
@@ -132,7 +132,7 @@ def test_edited_requests_in_one_batch_get_the_texts_they_get_alone():
 
 
 @pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
-def test_no_stop_token_before_the_minimum_and_the_models_end_is_one(expansion):
+def test_stop_tokens_wait_for_the_minimum(expansion):
     end = model("llama").eos_token_ids[0]
     sampling = SamplingParams(temperature=0.0, max_tokens=LONG, min_tokens=7, logit_bias=((end, 100.0),))
     outcome = run(engine_of(expansion), [Request("r", PROMPT, sampling)]).outcomes["r"]
@@ -144,14 +144,17 @@ def test_logprobs_are_the_raw_models():
     request = request_of("all", seed=3, temperature=0.5, num_logprobs=2, min_tokens=0, stop_token_ids=())
     outcome = run(engine_of(Expansion(2, 2, 2)), [request]).outcomes["r"]
     raw = torch.log_softmax(own_logits("llama", [[*PROMPT, *outcome.ids]])[0, len(PROMPT) - 1 : -1], -1)
-    for at, (token_id, told) in enumerate(zip(outcome.ids, outcome.logprobs, strict=True)):
-        assert told.logprob == pytest.approx(float(raw[at, token_id]), abs=1e-4)
-        assert told.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
+    for at, (token_id, one) in enumerate(zip(outcome.ids, outcome.logprobs, strict=True)):
+        assert one.logprob == pytest.approx(float(raw[at, token_id]), abs=1e-4)
+        assert one.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "traversal"])
-def test_a_drafter_that_knows_no_token_that_can_come_drafts_nothing_there(kind):
-    """What an n-gram drafter has seen may be masked, all of it; the law that was left was NaN, and nothing could be drawn."""
+def test_fully_masked_ngram_proposals_draft_nothing(kind):
+    """The bug: all tokens that an n-gram drafter has seen were masked.
+
+    The distribution became NaN, and no token could be drawn.
+    """
     text = (7, 8) * 8
     fields: dict[str, Any] = {"temperature": 0.0} if kind == "greedy" else {"seed": 1}
     sampling = SamplingParams(max_tokens=6, ignore_eos=True, allowed_token_ids=(20, 21, 22), **fields)
@@ -162,7 +165,7 @@ def test_a_drafter_that_knows_no_token_that_can_come_drafts_nothing_there(kind):
     assert set(outcome.ids) <= {20, 21, 22}
 
 
-# The law, counted. Three tokens can come, so that triples can be counted and each soon comes again.
+# The counted distribution. Three tokens are possible, so triples can be counted and each soon occurs again.
 COUNTED = SamplingParams(
     temperature=3.0,
     frequency_penalty=2.0,
@@ -180,7 +183,7 @@ WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, ma
 
 @cache
 def target_distribution() -> dict[tuple[int, ...], float]:
-    """Return the law of the first three tokens, by transformers' logits and processors."""
+    """Return the distribution of the first three tokens, by transformers' logits and processors."""
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         nexts = probs_after(COUNTED, [[*SHORT, *text] for text in distribution], len(SHORT))
@@ -215,15 +218,15 @@ def test_the_engines_distribution_is_the_edited_distribution(verifier, expansion
 
 
 def context_without(**fields):
-    return lambda row, path_ids: replace(_LAW_CONTEXT(row, path_ids), **fields)
+    return lambda row, path_ids: replace(_CONTEXT(row, path_ids), **fields)
 
 
 def root_forgotten(row, path_ids):
-    context = _LAW_CONTEXT(row, path_ids)
+    context = _CONTEXT(row, path_ids)
     return replace(context, history=context.history[:-1])
 
 
-_LAW_CONTEXT = Row.sampling_context
+_CONTEXT = Row.sampling_context
 
 
 @pytest.mark.parametrize(
@@ -231,7 +234,7 @@ _LAW_CONTEXT = Row.sampling_context
     [context_without(path_ids=()), context_without(num_prompt_tokens=0), root_forgotten],
     ids=["path forgotten", "prompt counted", "root forgotten"],
 )
-def test_the_distribution_and_the_texts_kill(mutant, monkeypatch):
+def test_distribution_and_sequences_detect_mutants(mutant, monkeypatch):
     monkeypatch.setattr(Row, "sampling_context", mutant)
     assert z_of_counts(triples("traversal", Expansion(1, 3, 1)), target_distribution()) > FAILS_ABOVE
     for request, text in (
@@ -242,7 +245,7 @@ def test_the_distribution_and_the_texts_kill(mutant, monkeypatch):
             check_texts(request, text, [Expansion(2, 2, 2)])
 
 
-def test_the_distribution_kills_a_judge_that_edits_nothing(monkeypatch):
+def test_distribution_detects_unedited_verification(monkeypatch):
     monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
     with pytest.raises(AssertionError):
         check_texts(request_of("repetition", temperature=0.0), generated("repetition"))

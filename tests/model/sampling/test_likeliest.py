@@ -1,4 +1,4 @@
-"""The likeliest tokens and the laws of rows of logits: the library's beside numpy's and torch's."""
+"""The likeliest tokens and the distributions of rows of logits: the library's beside numpy's and torch's."""
 
 import math
 
@@ -36,13 +36,13 @@ def by_numpy(rows: torch.Tensor) -> list[tuple[bool, int]]:
     return [(math.isfinite(top), int(row.argmax()) if math.isfinite(top) else -1) for top, row in zip(tops, rows.numpy())]
 
 
-def told(found: list[RowArgMax]) -> list[tuple[bool, int]]:
+def pairs(found: list[RowArgMax]) -> list[tuple[bool, int]]:
     return [(one.is_valid, one.token_id if one.is_valid else -1) for one in found]
 
 
 @given(rows_of_logits())
-def test_the_first_of_the_largest_is_found_and_what_is_no_number(rows):
-    assert told(argmax_rows(rows)) == by_numpy(rows)
+def test_first_maximum_and_nan_are_found(rows):
+    assert pairs(argmax_rows(rows)) == by_numpy(rows)
 
 
 def last_of_equals(rows):
@@ -56,10 +56,10 @@ def blind_to_nan(rows):
 
 @needs_library
 @pytest.mark.parametrize("mutant", [last_of_equals, blind_to_nan])
-def test_the_comparison_kills(mutant, monkeypatch):
+def test_comparison_detects_mutants(mutant, monkeypatch):
     cases = [torch.tensor([[1.0, 2.0, 2.0]]), torch.tensor([[1.0, math.nan, 0.0]])]
-    assert all(told(argmax_rows(rows)) == by_numpy(rows) for rows in cases)
-    assert not all(told([RowArgMax(*one) for one in mutant(rows)]) == by_numpy(rows) for rows in cases)
+    assert all(pairs(argmax_rows(rows)) == by_numpy(rows) for rows in cases)
+    assert not all(pairs([RowArgMax(*one) for one in mutant(rows)]) == by_numpy(rows) for rows in cases)
 
 
 @needs_library
@@ -76,20 +76,20 @@ def test_the_library_s_distributions_are_softmax(width, temperature, seed):
 
 
 @needs_library
-def test_a_row_s_distribution_has_the_same_bits_beside_others():
+def test_row_distribution_has_equal_bits_beside_others():
     logits_NV = torch.randn(9, 5003, generator=torch.Generator().manual_seed(1)) * 5.0
     together_RV = native.probs(logits_NV, range(9), [0.7] * 9)
     assert all(torch.equal(native.probs(logits_NV[row : row + 1], [0], [0.7])[0], together_RV[row]) for row in range(9))
 
 
 @needs_library
-def test_a_row_that_is_no_distribution_is_told_by_its_numbers():
+def test_invalid_row_is_reported_by_its_numbers():
     logits_NV = torch.tensor([[math.nan, 1.0, 2.0], [-math.inf] * 3])
     assert native.probs(logits_NV, [0, 1], [1.0, 1.0]).isnan().all()
 
 
 @needs_library
-def test_a_distribution_of_a_whole_vocabulary_is_as_near():
+def test_full_vocabulary_distribution_is_as_accurate():
     """Sums run over 3,072 vectors."""
     logits_NV = torch.randn(3, 49152, generator=torch.Generator().manual_seed(2)) * torch.tensor([[0.0], [3.0], [9.0]])
     probs_RV = native.probs(logits_NV, range(3), [1.0, 0.7, 1.3]).double()
@@ -107,16 +107,16 @@ def _by_torch(monkeypatch):
 @given(rows_of_logits())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_torch_finds_the_same(rows):
-    assert told(argmax_rows(rows)) == by_numpy(rows)
+    assert pairs(argmax_rows(rows)) == by_numpy(rows)
     assert are_valid(rows) == [is_valid for is_valid, _ in by_numpy(rows)]
 
 
-LAWS = [SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=2.0)]
+SAMPLINGS = [SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=2.0)]
 
 
 def is_of_rows(probs_of) -> bool:
     logits_NV = torch.randn(5, 23, generator=torch.Generator().manual_seed(3)) * 4.0
-    return torch.allclose(probs_of(logits_NV, LAWS, [4, 0, 2]), warped_probs(logits_NV[[4, 0, 2]], LAWS), atol=1e-6)
+    return torch.allclose(probs_of(logits_NV, SAMPLINGS, [4, 0, 2]), warped_probs(logits_NV[[4, 0, 2]], SAMPLINGS), atol=1e-6)
 
 
 def test_distributions_of_some_rows_are_theirs():

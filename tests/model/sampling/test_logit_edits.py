@@ -78,7 +78,7 @@ def check(edit, contexts: Sequence[SamplingContext], seed: int = 0) -> None:
 
 
 def check_distributions(probs_of, contexts: Sequence[SamplingContext], seed: int = 0) -> None:
-    """Check laws after edits and temperature."""
+    """Check distributions after edits and temperature."""
     logits_NV = random_logits(seed, len(contexts))
     for probs_V, logits_V, context in zip(probs_of(logits_NV, contexts), logits_NV, contexts, strict=True):
         wanted = torch.softmax(expected(logits_V, context).double() / context.sampling.temperature, -1)
@@ -97,7 +97,7 @@ def test_distributions_are_edited_before_temperature(contexts, seed):
 
 
 @given(batches, st.integers(0, 2**31))
-def test_a_row_does_not_depend_on_batch_mates(contexts, seed):
+def test_row_is_independent_of_batch_mates(contexts, seed):
     logits_NV = random_logits(seed, len(contexts))
     together = edited_logits(logits_NV, contexts)
     alone = [edited_logits(logits_NV[row : row + 1], [context]) for row, context in enumerate(contexts)]
@@ -112,14 +112,14 @@ def test_raw_logits_stay_raw(contexts):
     assert torch.equal(logits_NV, random_logits(1, len(contexts)))
 
 
-def test_rows_that_ask_for_nothing_cost_nothing():
+def test_rows_without_edits_cost_nothing():
     logits_NV = random_logits(0, 3)
     plain = SamplingContext(replace(NOTHING, temperature=0.3, top_k=3, stop_token_ids=(1,)), (1, 2, 3), 1, (2,))
     assert edited_logits(logits_NV, [plain] * 3) is logits_NV
     assert edited_logits(logits_NV[:0], []).shape == (0, V)
 
 
-def test_a_distribution_with_a_token_alone_is_a_point_mass():
+def test_single_token_distribution_is_a_point_mass():
     context = SamplingContext(SamplingParams(allowed_token_ids=(4,), logit_bias=((4, -100.0),), top_p=0.5), (4,), 0)
     assert processed_probs(random_logits(0, 1), [context])[0].nonzero().tolist() == [[4]]
 
@@ -229,7 +229,7 @@ def many_nodes() -> list[SamplingContext]:
         *("repetition by count", "negative logits grow", "words by their ends", "words within the path"),
     ],
 )
-def test_edits_kill(mutant):
+def test_edits_detect_mutants(mutant):
     contexts = many_nodes()
     check(edited_logits, contexts)
     with pytest.raises(AssertionError):
@@ -246,7 +246,7 @@ def never_edited(logits_NV, contexts):
 
 
 @pytest.mark.parametrize("mutant", [edited_after_temperature, never_edited])
-def test_distributions_kill(mutant):
+def test_distributions_detect_mutants(mutant):
     contexts = [replace(one, sampling=replace(one.sampling, temperature=0.5)) for one in many_nodes()]
     check_distributions(processed_probs, contexts)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Tensor randomness is the integer kind's, number for number, and its Gumbel noise draws from a law."""
+"""Tensor randomness equals the integer kind, number for number, and its Gumbel noise draws from a distribution."""
 
 import math
 from collections import Counter
@@ -38,7 +38,7 @@ def test_gumbel_noise_is_finite_at_the_ends(bits):
     assert torch.isfinite(gumbels([key], 1)).all()
 
 
-def test_scalar_draws_kill_a_shift_that_copies_the_sign(monkeypatch):
+def test_scalar_draws_detect_sign_copying_shift(monkeypatch):
     monkeypatch.setattr(noise, "_shifted", lambda bits, count: bits >> count)
     key = stream_key(1, 2, Stream.TOKEN)
     assert uniforms([key], 40).tolist() != [[uniform(key, index) for index in range(40)]]
@@ -76,13 +76,13 @@ def test_the_library_makes_the_same_noise():
         lambda keys, count, ids=None: native.gumbels(keys, count, None if ids is None else ids.sort().values),
     ],
 )
-def test_the_comparison_kills(mutant):
+def test_comparison_detects_mutants(mutant):
     assert not _library_s_noise_is_torch_s(mutant)
 
 
 @needs_library
 def test_the_library_chooses_the_best_perturbed_token():
-    """Flat laws and peaked ones: most tokens are passed over without a logarithm, those that could be best are not."""
+    """Flat and peaked distributions: most tokens are skipped without a logarithm, but none that could be best."""
     keys = [stream_key(seed, 3, Stream.TOKEN) for seed in range(400)]
     sharpness_N1 = torch.linspace(0.0, 6.0, 401)[:, None]
     probs_NV = torch.softmax(torch.randn(401, 977, generator=torch.Generator().manual_seed(0)) * sharpness_N1, -1)
@@ -95,7 +95,7 @@ def test_the_library_chooses_the_best_perturbed_token():
 
 
 @needs_library
-def test_what_is_no_distribution_has_no_finite_score():
+def test_invalid_distribution_has_no_finite_score():
     probs_NV = torch.full((3, 11), 1 / 11)
     probs_NV[0, 3], probs_NV[1] = math.nan, 0.0
     probs_NV[2, 10] = math.inf
@@ -104,8 +104,8 @@ def test_what_is_no_distribution_has_no_finite_score():
 
 
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), max_size=8), st.integers(1, 30))
-def test_noise_asked_for_again_is_the_same(batches, vocab_size):
-    """Rows are kept for a while, and a row twice in a batch is made once: nobody may see that."""
+def test_repeated_noise_request_returns_equal_noise(batches, vocab_size):
+    """Rows are cached for a while, and a row that occurs twice in a batch is made once. Results do not change."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "can_choose", lambda device: False)
         patch.setattr(noise, "_MAX_KEPT", 60)
@@ -115,35 +115,35 @@ def test_noise_asked_for_again_is_the_same(batches, vocab_size):
             gumbels(keys, vocab_size).zero_()
 
 
-def test_noise_kills_rows_kept_without_their_width(monkeypatch):
+def test_noise_detects_rows_cached_without_width(monkeypatch):
     monkeypatch.setattr(native, "can_choose", lambda device: False)
     monkeypatch.setattr(noise._NoiseCache, "of", lambda self, keys, vocab_size, device: [uniforms([0], 3)[0]] * len(keys))
     with pytest.raises(AssertionError):
-        test_noise_asked_for_again_is_the_same()
+        test_repeated_noise_request_returns_equal_noise()
 
 
-LAW = {0: 0.5, 1: 0.3, 2: 0.15, 3: 0.05}
+PROBS = {0: 0.5, 1: 0.3, 2: 0.15, 3: 0.05}
 
 
 def arg_max_z(noise_of) -> float:
-    logits = torch.tensor(list(LAW.values()), dtype=torch.float64).log()
-    choices = (logits + noise_of([stream_key(seed, 9, Stream.TOKEN) for seed in range(20000)], len(LAW))).argmax(-1)
-    return z_of_counts(Counter(choices.tolist()), LAW)
+    logits = torch.tensor(list(PROBS.values()), dtype=torch.float64).log()
+    choices = (logits + noise_of([stream_key(seed, 9, Stream.TOKEN) for seed in range(20000)], len(PROBS))).argmax(-1)
+    return z_of_counts(Counter(choices.tolist()), PROBS)
 
 
-def test_arg_max_of_log_distribution_plus_noise_is_a_draw_from_the_distribution():
+def test_noisy_log_argmax_draws_from_the_distribution():
     assert arg_max_z(gumbels) < PASSES_BELOW
 
 
 @pytest.mark.parametrize(
     "mutant", [uniforms, lambda keys, count: -gumbels(keys, count), lambda keys, count: 0.8 * gumbels(keys, count)]
 )
-def test_gumbel_distribution_kills(mutant):
+def test_gumbel_distribution_detects_mutants(mutant):
     assert arg_max_z(mutant) > FAILS_ABOVE
 
 
 def ranked(logits_PM, temperatures, sharpness, keys, ids_M, most=9, vocab_size=400):
-    """What the library ranks, by torch: columns, best first, their noise, and the law."""
+    """The library's ranking by torch: columns, best first, their noise, and the distribution."""
     probs_PM = torch.softmax(logits_PM / torch.tensor(temperatures)[:, None], -1)
     scores_PM, noise_PM = (
         probs_PM.double().log() * torch.tensor(sharpness)[:, None],
@@ -180,7 +180,7 @@ def test_the_library_ranks_the_best_tokens(is_noisy):
 @pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
 @pytest.mark.parametrize("sharpness", [0.25, 1.0, 2.5, 8.0])
 def test_no_draw_that_noise_lifts_is_missed(spread, sharpness):
-    """Draws whose noise cannot lift them among the best are passed over: of flat laws nearly all are still looked at."""
+    """Draws whose noise cannot lift them among the best are skipped. Flat distributions still examine nearly all."""
     logits_PM = torch.randn(8, 3000, generator=torch.Generator().manual_seed(3)) * spread
     keys = [stream_key(seed, 7, Stream.TOKEN) for seed in range(8)]
     for most in (1, 8, 64):
@@ -191,7 +191,7 @@ def test_no_draw_that_noise_lifts_is_missed(spread, sharpness):
 
 @needs_library
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_logits_that_make_no_distribution_have_no_best_tokens(broken):
+def test_invalid_logits_have_no_best_tokens(broken):
     logits_PM = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     logits_PM[0, 33], logits_PM[1] = broken, -math.inf
     for keys in (None, [5, 6, 7]):
@@ -208,8 +208,8 @@ def test_of_equals_the_first_ranks_first():
 
 @needs_library
 @pytest.mark.parametrize("keys", [None, [3]])
-def test_of_equals_the_smallest_token_ranks_first_whatever_its_column(keys):
-    """Where cached text alone speaks all scores are ties; columns behind the others hold tokens of any number."""
+def test_ties_rank_by_token_in_any_column(keys):
+    """With cached text alone all scores are ties. Columns after the others may be any tokens."""
     ids_M = torch.tensor([7, 40, 3, 12, 0, 99, 1])
     found = native.rankings(torch.zeros(1, 7), [1.0], [2.0], 4, None, ids_M)
     assert found[0].token_ids == (0, 1, 3, 7)

@@ -1,4 +1,4 @@
-"""docs/parameters.md tells what was found: under every verifier the law of every parameter is plain decoding's."""
+"""docs/parameters.md matches the found combinations: under each verifier each parameter keeps plain decoding's distribution."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,35 +14,35 @@ from engine.sampling import logits_processors as logit_edits
 from engine.scheduler.sequence import Sequence
 from engine.verify import coupled
 from engine.verify import dispatch as judge
-from tests.model.parameters import told
+from tests.model.parameters import tokens_and_logprobs
 from tests.model.parameters.matrix import DOCUMENT, probs_row, probs_table, table_in, trees_table
-from tests.model.parameters.subjects import EVERYTHING, GREEDY, LAWS, NUMBERS, Subject
+from tests.model.parameters.subjects import DISTRIBUTIONS, EVERYTHING, GREEDY, NUMBERS, Subject
 
-SUBJECTS = {subject.name: subject for subject in LAWS}
+SUBJECTS = {subject.name: subject for subject in DISTRIBUTIONS}
 
 
 def test_every_parameter_has_a_line():
     assert {*SUBJECTS, *NUMBERS} == {field.name for field in fields(SamplingParams)}
 
 
-def test_the_document_tells_what_is_found():
-    """Where this fails and should not, `python -m tests.model.parameters.matrix` writes the tables anew."""
+def test_document_matches_the_found_combinations():
+    """If a changed result is intended, `python -m tests.model.parameters.matrix` rewrites the tables."""
     table = probs_table()
     cells = {cell for line in table.splitlines()[2:] for cell in line.strip("| ").split(" | ")[3:]}
     assert cells <= {"exact", "text", "own"}
     assert table_in(DOCUMENT.read_text(), "distributions") == table
 
 
-def test_the_document_tells_which_trees_were_enumerated():
+def test_document_lists_the_enumerated_trees():
     assert table_in(DOCUMENT.read_text(), "trees") == trees_table()
 
 
-_LAW_CONTEXT = Row.sampling_context
+_CONTEXT = Row.sampling_context
 
 
 def path_forgotten(row: Row, path_ids: tuple[int, ...]) -> Any:
-    """The root's law at every node below it."""
-    return _LAW_CONTEXT(row, ())
+    """The root's distribution at every node below it."""
+    return _CONTEXT(row, ())
 
 
 def cut_after_the_step(sequence: Sequence, new_ids: list[int]) -> tuple[list[int], None]:
@@ -68,14 +68,16 @@ MUTANTS: list[tuple[str, object, str, Callable[..., Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "where", "attribute", "mutant"), MUTANTS)
-def test_the_table_kills(name: str, where: object, attribute: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+def test_table_detects_mutants(
+    name: str, where: object, attribute: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(where, attribute, mutant)
     cells = _cells(SUBJECTS[name])
     assert cells["coupled"] != "text"
     assert name == "seed" or (cells["traversal"], cells["nss"]) != ("exact", "exact")
 
 
-def test_the_table_kills_greedy_rows_that_forget_the_path(monkeypatch: pytest.MonkeyPatch):
+def test_table_detects_greedy_rows_ignoring_the_path(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Row, "sampling_context", path_forgotten)
     assert set(_cells(GREEDY).values()) & {"text", "exact"} == set()
 
@@ -91,8 +93,8 @@ def _cells(subject: Subject) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mutant", ["edited", "root"])
-def test_numbers_kill(mutant: str, monkeypatch: pytest.MonkeyPatch):
-    """Log-probabilities after the request's edits, or all of a step's told at its root."""
+def test_logprobs_detect_mutants(mutant: str, monkeypatch: pytest.MonkeyPatch):
+    """Log-probabilities after the request's edits, or all of a step's reported at its root."""
     logprobs_of = judge.logprobs_of
 
     def spoilt(logits_NV: Any, nodes: list[int], ids: list[int], num_top: int) -> Any:
@@ -103,4 +105,4 @@ def test_numbers_kill(mutant: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engine.engine.logprobs_of", spoilt)
     for verifier in VERIFIER_NAMES[:3]:
         with pytest.raises(AssertionError):
-            told.check_numbers(verifier)
+            tokens_and_logprobs.check_numbers(verifier)

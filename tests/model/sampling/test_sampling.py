@@ -1,4 +1,4 @@
-"""Processed laws are what transformers' own logits warpers make of the same logits."""
+"""Processed distributions equal those of transformers' logits warpers."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -38,7 +38,7 @@ def warped(logits_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def expected_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return transformers' law, with all that ties with the least token it keeps: which of them it keeps is a sort's whim."""
+    """Return transformers' distribution with all ties of its least kept token. A sort's order decides which ties it keeps."""
     is_kept_V = warped(logits_V, params) > float("-inf")
     is_kept_V |= logits_V >= logits_V[is_kept_V].min()
     return torch.softmax((logits_V.double() / params.temperature).masked_fill(~is_kept_V, float("-inf")), -1)
@@ -82,8 +82,8 @@ def test_distributions_are_transformers_distributions(params, seed, vocab_size, 
 
 
 @given(st.lists(sampling_params(), min_size=2, max_size=5), st.integers(0, 2**31), st.booleans(), st.sampled_from([2, 8, 1024]))
-def test_a_distribution_does_not_depend_on_batch_mates(params, seed, has_ties, first_candidates):
-    """Where tokens tied at the edge, which of them were kept once depended on how many candidates a mate asked for."""
+def test_distribution_is_independent_of_batch_mates(params, seed, has_ties, first_candidates):
+    """The bug: which tokens tied at the edge were kept depended on the number of candidates of a batch mate."""
     logits_NV = random_logits(seed, len(params), 61, 1.0, has_ties)
     with patch.object(sampling, "_FIRST_CANDIDATES", first_candidates):
         together = probs_of(logits_NV, params)
@@ -93,7 +93,7 @@ def test_a_distribution_does_not_depend_on_batch_mates(params, seed, has_ties, f
 
 
 def typical_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return transformers' law with typical-p after the other truncations."""
+    """Return transformers' distribution with typical-p after the other truncations."""
     probs_V = expected_probs(logits_V, params)
     scores = TypicalLogitsWarper(params.typical_p)(torch.zeros((1, 0), dtype=torch.int64), probs_V.log()[None])
     return torch.softmax(scores[0], -1)
@@ -147,7 +147,7 @@ def one_token_too_few(logits_NV, params):
 
 
 @pytest.mark.parametrize("mutant", [typical_before_the_others, the_likeliest_first, one_token_too_few])
-def test_typical_distributions_kill(mutant):
+def test_typical_distributions_detect_mutants(mutant):
     logits_NV = random_logits(5, 12, 61, 2.0, False)
     params = [SamplingParams(temperature=0.6 + 0.1 * row, typical_p=0.3 + 0.05 * row, top_k=9) for row in range(12)]
     assert check_typical(probs_of, logits_NV, params) > 6
@@ -163,7 +163,7 @@ def test_masked_tokens_stay_masked():
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45])
 def test_tiny_temperatures_give_a_point_mass(temperature):
-    """Logits over such a temperature overflow float32, and once made a law of NaN that failed the whole step."""
+    """The bug: logits over such a temperature overflow float32. The distribution became NaN and failed the whole step."""
     probs = probs_of(torch.tensor([[300.0, 299.0, -500.0]]), [SamplingParams(temperature=temperature)])
     assert probs.tolist() == [[1.0, 0.0, 0.0]]
 
@@ -231,7 +231,7 @@ def ties_broken(logits_NV, params):
 
 
 def check_all(probs_of) -> None:
-    """Check rows that mix everything, with ties and without, and rows that ask for no top-k."""
+    """Check rows that mix everything, with ties and without, and rows without top-k."""
     params = [
         SamplingParams(temperature=0.5, top_p=0.8),
         SamplingParams(temperature=1.5, top_k=5, top_p=0.7),
@@ -255,7 +255,7 @@ def check_all(probs_of) -> None:
         ties_broken,
     ],
 )
-def test_distributions_kill(mutant):
+def test_distributions_detect_mutants(mutant):
     check_all(probs_of)
     with pytest.raises(AssertionError):
         check_all(mutant)

@@ -50,7 +50,7 @@ def num_found(session: Session) -> int:
 
 @pytest.mark.parametrize("drafter", ["none", "model", "head"])
 @pytest.mark.parametrize("config", [ROOMY, CRAMPED], ids=["roomy", "cramped"])
-def test_greedy_text_is_that_of_generate_twice_over(drafter, config):
+def test_greedy_tokens_equal_generate_warm_and_cold(drafter, config):
     engine = engines(config)[drafter]()
     for turn in range(2):
         requests = [greedy(f"{turn} {number}", prompt) for number, prompt in enumerate(prompts())]
@@ -60,21 +60,21 @@ def test_greedy_text_is_that_of_generate_twice_over(drafter, config):
             assert session.outcomes[request.request_id].ids == own_greedy_text("llama", request.prompt_ids, 12)
 
 
-def test_a_cache_that_forgets_what_stands_before_a_block_is_seen(monkeypatch):
+def test_cache_without_prefix_hash_is_detected(monkeypatch):
     next_key = PrefixCache._next_key
     monkeypatch.setattr(PrefixCache, "_next_key", lambda cache, sequence: ("", next_key(cache, sequence)[1]))
     with pytest.raises(AssertionError):
-        test_greedy_text_is_that_of_generate_twice_over("none", ROOMY)
+        test_greedy_tokens_equal_generate_warm_and_cold("none", ROOMY)
 
 
 @needs_library
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_seeded_text_is_the_same_to_the_bit_warm_and_cold(precision):
-    """The log-probabilities too: what is cached has the bits of what would be computed."""
+def test_seeded_bits_are_equal_warm_and_cold(precision):
+    """Including log-probabilities: cached states have the bits of computed ones."""
     target = adopt(tiny_module("llama"), CPU, NATIVE, precision)
     draft = pair("llama")[1]
 
-    def told(engine: Engine, name: str, number: int) -> tuple[list[int], list[float]]:
+    def reported(engine: Engine, name: str, number: int) -> tuple[list[int], list[float]]:
         request = sampled(name, prompts()[number], seed=number, num_logprobs=0)
         outcome = run(engine, [request]).outcomes[name]
         return outcome.ids, [one.logprob for one in outcome.logprobs]
@@ -83,11 +83,11 @@ def test_seeded_text_is_the_same_to_the_bit_warm_and_cold(precision):
     for turn in range(2):
         for number in (0, 1, 3):
             cold = tiny_engine(target, draft, BRANCHED, config=replace(ROOMY, prefix_block_tokens=0))
-            assert told(warm, f"{turn} {number}", number) == told(cold, "r", number)
+            assert reported(warm, f"{turn} {number}", number) == reported(cold, "r", number)
 
 
-def test_choices_of_one_prompt_have_it_computed_once():
-    """Those that come together wait for the first; the rest of the prompt, less than a block, each computes for itself."""
+def test_choices_share_one_prompt_computation():
+    """Simultaneous choices wait for the first. Each computes the rest of the prompt, less than a block, for itself."""
     prompt, num_choices = [*PREFIX, 9, 8, 7], 4
     config = replace(ROOMY, max_step_tokens=32)
     requests = [sampled(str(index), prompt, seed=index, max_tokens=6) for index in range(num_choices)]
@@ -102,7 +102,7 @@ def test_choices_of_one_prompt_have_it_computed_once():
         assert session.outcomes[one.request_id].ids == session_alone.outcomes[one.request_id].ids
 
 
-def test_the_next_turn_of_a_chat_goes_on_from_the_answer():
+def test_next_chat_turn_reuses_the_answer():
     engine = tiny_engine(*pair("llama"), BRANCHED, config=ROOMY)
     answer = run(engine, [greedy("1", PREFIX, 30)]).outcomes["1"].ids
     session = run(engine, [greedy("2", [*PREFIX, *answer, 9, 8])])
@@ -110,7 +110,7 @@ def test_the_next_turn_of_a_chat_goes_on_from_the_answer():
     assert session.outcomes["2"].ids == own_greedy_text("llama", [*PREFIX, *answer, 9, 8], 12)
 
 
-def test_who_has_another_salt_or_none_finds_nothing():
+def test_other_salt_finds_no_cached_block():
     engine = tiny_engine(model("llama"), config=ROOMY)
     found = {}
     for name, salt in (("a", "a"), ("a again", "a"), ("b", "b"), ("alone", None), ("alone again", None)):
@@ -124,9 +124,9 @@ def test_a_prompt_that_is_scored_is_computed():
     scored = greedy("2", PREFIX)
     scored = replace(scored, sampling=replace(scored.sampling, num_prompt_logprobs=0))
     session = run(engine, [scored])
-    told = [one.logprob for event in session.outcomes["2"].events for one in event.prompt_logprobs]
+    reported = [one.logprob for event in session.outcomes["2"].events for one in event.prompt_logprobs]
     probs = torch.log_softmax(own_logits("llama", [PREFIX])[0, :-1].double(), -1)
-    assert told == pytest.approx(
+    assert reported == pytest.approx(
         [float(distribution[token_id]) for distribution, token_id in zip(probs, PREFIX[1:], strict=True)], abs=1e-4
     )
     assert sum(stats.num_prefix_queries for stats in session.stats) == 0
@@ -142,8 +142,11 @@ def poison(engine: Engine) -> None:
 FEEDING = replace(ROOMY, max_running=4, max_step_tokens=16)  # the prefix takes four steps
 
 
-def test_what_a_bad_pass_left_of_a_prompt_goes_with_its_request(monkeypatch):
-    """The bug: chunks of a prompt were kept for others before any law had looked at them, and broke whoever found them."""
+def test_bad_pass_caches_no_prompt_blocks(monkeypatch):
+    """The bug: chunks of a prompt were shared before their distributions were checked.
+
+    They broke the requests that reused them.
+    """
 
     def after_a_bad_pass() -> list[int]:
         engine = tiny_engine(model("llama"), config=FEEDING)
@@ -163,24 +166,27 @@ def test_what_a_bad_pass_left_of_a_prompt_goes_with_its_request(monkeypatch):
 def fates_with_a_bad_first_block(target: CausalModel) -> list[list[int] | ErrorCode | None]:
     """Return how three requests end, their texts or why not: the first block of all goes bad once the first has read it.
 
-    From then on it lies before the window of the layer that is bad there, for the first; the others read it.
+    From then on it is before the window of the bad layer, for the first request; the others read it.
     """
     engine, num_seen = tiny_engine(target, config=ROOMY), 20
     engine.add(greedy("1", PREFIX))
-    told = [token_id for event in engine.step().events for token_id in event.token_ids]
+    reported = [token_id for event in engine.step().events for token_id in event.token_ids]
     (sequence,) = engine._scheduler._running
     cache, slots_T = engine.target.cache, torch.tensor(sequence.slots[:16])
     with torch.inference_mode():
         keys_THK, values_THK = (read[0] for read in cache.gather(2, slots_T[None]))
         cache.write(2, slots_T, torch.full_like(keys_THK, math.nan), values_THK)
     outcomes = [run(engine, []).outcomes["1"], *(run(engine, [greedy(name, PREFIX[:num_seen])]).outcomes[name] for name in "23")]
-    outcomes[0].ids[:0] = told
+    outcomes[0].ids[:0] = reported
     return [one.ids if one.finish is FinishReason.LENGTH else one.events[-1].error_code for one in outcomes]
 
 
 @pytest.mark.parametrize("is_native", [False, pytest.param(True, marks=needs_library)])
-def test_what_is_bad_before_a_window_changes_no_token(is_native, monkeypatch):
-    """Transformers' layers read it all the same, with weight zero, and NaN stays NaN; our library's do not, and who does ends."""
+def test_bad_states_before_window_change_no_token(is_native, monkeypatch):
+    """Transformers' layers read them with weight zero, and NaN stays NaN, so their requests end.
+
+    The library's layers do not read them.
+    """
     target = native("gemma3") if is_native else model("gemma3")
     texts = [own_greedy_text("gemma3", prompt, 12) for prompt in (PREFIX, PREFIX[:20], PREFIX[:20])]
     expected = [ErrorCode.LOGITS_NOT_FINITE if number == is_native else text for number, text in enumerate(texts)]
@@ -189,7 +195,7 @@ def test_what_is_bad_before_a_window_changes_no_token(is_native, monkeypatch):
     assert fates_with_a_bad_first_block(target)[-1] is ErrorCode.LOGITS_NOT_FINITE
 
 
-def test_who_shares_what_is_being_fed_goes_on_without_who_fed_it():
+def test_sharing_request_continues_without_the_feeder():
     engine = tiny_engine(model("llama"), config=FEEDING)
     for name in ("first", "second"):
         engine.add(greedy(name, PREFIX))
@@ -200,8 +206,8 @@ def test_who_shares_what_is_being_fed_goes_on_without_who_fed_it():
     assert num_found(run(engine, [greedy("third", PREFIX)])) == 48
 
 
-def test_what_a_broken_request_has_cached_is_found_by_nobody():
-    """Logits that are not finite end a request; what it left may be as broken, and would break all who come after."""
+def test_blocks_of_broken_request_are_not_reused():
+    """Logits that are not finite end a request. Its blocks may be broken too, and would break later requests."""
     engine = tiny_engine(model("llama"), config=ROOMY)
     session = run(engine, [greedy("1", PREFIX)], after_step=poison)
     assert session.outcomes["1"].finish is FinishReason.ERROR
@@ -210,8 +216,8 @@ def test_what_a_broken_request_has_cached_is_found_by_nobody():
     assert healed.outcomes["2"].ids == own_greedy_text("llama", PREFIX, 12)
 
 
-def test_a_request_whose_own_wishes_leave_no_token_takes_nothing_from_others():
-    """Anyone can ask for what cannot be; the model is as sound as before, and so is what is cached."""
+def test_own_empty_mask_evicts_no_shared_blocks():
+    """Any request can combine edits that mask all tokens. The model and the cache are sound."""
     engine = tiny_engine(model("llama"), config=ROOMY)
     run(engine, [greedy("1", PREFIX)])
     hopeless = greedy("2", PREFIX)

@@ -65,7 +65,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "reason"), REFUSED)
-def test_what_cannot_be_exact_is_refused_by_place(text, reason):
+def test_inexact_schema_is_refused_with_place(text, reason):
     """Numbers that 64-bit floats round were rounded in the text, and keys that came twice counted as two.
 
     A schema inside a const, reached by a reference, kept the library's own formats, numbers and keys.
@@ -193,7 +193,7 @@ KEPT: list[tuple[str, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("text", "good", "bad"), KEPT)
-def test_texts_match_as_parsers_read_them(text, good, bad):
+def test_completions_match_as_parsers_read_them(text, good, bad):
     """A key under another spelling, or a second time, escaped its schema; bounds beside floats moved by one.
 
     An exclusive 0 was allowed if the other bound was less than 1 away.
@@ -248,11 +248,11 @@ def num_astray(text: str, num_texts: int) -> int:
 
 
 @pytest.mark.parametrize("text", [text for text, _, bad in KEPT if bad])
-def test_drawn_texts_are_of_their_schema(text):
+def test_drawn_sequences_match_their_schema(text):
     assert num_astray(text, 12) == 0
 
 
-def test_drawn_texts_stray_without_the_rewriting(monkeypatch):
+def test_drawn_sequences_deviate_without_rewriting(monkeypatch):
     monkeypatch.setattr(grammars, "exact_schema", str)
     assert num_astray('{"type":"object","properties":{"a":{"const":1}},"required":["a"]}', 40) > 0
     assert num_astray('{"type":"object","patternProperties":{"^f":{"const":1}}}', 40) > 0

@@ -1,4 +1,4 @@
-"""Texts held to grammars under speculation: they match, and texts and laws are plain decoding's with the same masks."""
+"""Sequences constrained by grammars under speculation: they match, and equal plain decoding with the same masks."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def is_whole(grammar: Grammar, text: str) -> bool:
 @cache
 @torch.inference_mode()
 def generated(grammar: Grammar) -> list[int]:
-    """Return what `generate` adds to the prompt with a processor that asks a new matcher at each token."""
+    """Return what `generate` adds to the prompt with a processor that uses a new matcher at each token."""
     ids = torch.tensor([PROMPT])
     out = own_module("llama").generate(
         ids,
@@ -85,14 +85,14 @@ def generated(grammar: Grammar) -> list[int]:
 
 
 def probs_after(grammar: Grammar, text: Sequence[int], temperature: float, num_prompt: int = len(PROMPT)) -> torch.Tensor:
-    """Return the float64 law of what follows a text, by transformers' logits and that processor."""
+    """Return the float64 distribution after a sequence, by transformers' logits and that processor."""
     scores = GrammarProcessor(grammar, num_prompt)(torch.tensor([text]), own_logits("llama", [text])[:, -1])
     return torch.softmax(scores[0].double() / temperature, -1)
 
 
 @cache
 def seeded_text(grammar: Grammar, seed: int) -> list[int]:
-    """Return plain decoding's text: at each place the arg max of log law plus noise."""
+    """Return plain decoding's tokens: each the arg max of log probability plus noise."""
     text = list(PROMPT)
     while len(text) < len(PROMPT) + LONG and text[-1] != EOS:
         distribution = probs_after(grammar, text, 1.5)
@@ -102,7 +102,7 @@ def seeded_text(grammar: Grammar, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_texts_are_plain_decodings_and_match(name):
+def test_sequences_match_and_equal_plain_decoding(name):
     grammar = ALL[name]
     seeds = range(4)
     for expansion in EXPANSIONS:
@@ -122,13 +122,13 @@ def test_texts_are_plain_decodings_and_match(name):
             assert sum(stats.num_accepted_tokens for stats in session.stats) > len(requests), "something was accepted"
 
 
-def test_the_grammar_changes_the_texts():
+def test_grammar_changes_the_sequences():
     plain = SamplingParams(temperature=0.0, max_tokens=LONG)
     bare = run(engine_of(PLAIN), [Request("r", PROMPT, plain)]).outcomes["r"].ids
     assert all(generated(grammar)[: len(bare)] != bare for grammar in ALL.values())
 
 
-def test_a_preempted_text_goes_on_as_if_nothing_had_been():
+def test_preempted_sequence_continues_unchanged():
     """The state of a matcher is a function of the generated tokens."""
     config = SchedulerConfig(max_running=4, num_slots=56, max_model_len=64)
     requests = [request_of(grammar, name, seed=3, temperature=1.5) for name, grammar in ALL.items()]
@@ -140,9 +140,9 @@ def test_a_preempted_text_goes_on_as_if_nothing_had_been():
 def test_logprobs_are_the_raw_models():
     outcome = run(engine_of(Expansion(2, 2, 2)), [request_of(REGEX, seed=3, temperature=1.5, num_logprobs=2)]).outcomes["r"]
     raw = torch.log_softmax(own_logits("llama", [[*PROMPT, *outcome.ids]])[0, len(PROMPT) - 1 : -1], -1)
-    for at, (token_id, told) in enumerate(zip(outcome.ids, outcome.logprobs, strict=True)):
-        assert told.logprob == pytest.approx(float(raw[at, token_id]), abs=1e-4)
-        assert told.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
+    for at, (token_id, one) in enumerate(zip(outcome.ids, outcome.logprobs, strict=True)):
+        assert one.logprob == pytest.approx(float(raw[at, token_id]), abs=1e-4)
+        assert one.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
 
 
 # The distribution, enumerated: every text of a small language, cut after a few tokens. A block may be missing, or the prompt has
@@ -205,7 +205,7 @@ MARKERS = tuple(FEW[3:5])
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(("verifier", "expansion"), [("traversal", Expansion(0, 3, 2)), ("coupled", Expansion(1, 2, 1))])
-def test_texts_behind_blocks_have_the_masked_distribution(name, verifier, expansion):
+def test_sequences_after_blocks_follow_masked_distribution(name, verifier, expansion):
     """Texts that end behind a block, without one, inside one at a limit, and at a stop token, whichever side it is on."""
     sampling, distribution = BLOCKS[name], target_distribution(BLOCKS[name])
     found = counts(verifier, expansion, sampling)
@@ -227,19 +227,19 @@ def test_blocks_masked_like_roots_are_noticed(monkeypatch):
 
 
 def only_the_root_is_masked(row, path_ids):
-    context = _LAW_CONTEXT(row, path_ids)
+    context = _CONTEXT(row, path_ids)
     return replace(context, sampling=replace(context.sampling, grammar=None)) if path_ids else context
 
 
 def every_node_is_masked_like_the_root(row, path_ids):
-    return _LAW_CONTEXT(row, ())
+    return _CONTEXT(row, ())
 
 
-_LAW_CONTEXT = Row.sampling_context
+_CONTEXT = Row.sampling_context
 
 
 @pytest.mark.parametrize("mutant", [only_the_root_is_masked, every_node_is_masked_like_the_root])
-def test_the_distribution_and_the_texts_kill(mutant, monkeypatch):
+def test_distribution_and_sequences_detect_mutants(mutant, monkeypatch):
     monkeypatch.setattr(Row, "sampling_context", mutant)
     requests = [request_of(LARK, str(seed), seed=seed, temperature=1.5) for seed in range(4)]
     texts = run(engine_of(Expansion(2, 2, 2)), requests).texts()
@@ -249,8 +249,8 @@ def test_the_distribution_and_the_texts_kill(mutant, monkeypatch):
 
 
 # What cannot go on.
-def test_a_text_fails_where_nothing_can_come_and_only_there():
-    """A drafted node without a law ended its request, though the text went elsewhere."""
+def test_sequence_fails_only_where_nothing_is_allowed():
+    """The bug: a drafted node without a distribution ended its request, although the path did not reach it."""
     grammar = Grammar(GrammarKind.REGEX, "a(b|c)1")
     dead_end = ((*ids_of("c"), *ids_of("1")),)  # after c nothing is left
     requests = [request_of(grammar, str(seed), seed=seed, temperature=6.0, bad_words=dead_end) for seed in range(24)]
@@ -266,7 +266,7 @@ def test_a_text_fails_where_nothing_can_come_and_only_there():
         assert failed == plain_failed
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone():
+def test_failed_compilation_ends_only_its_request():
     bad, lost = Grammar(GrammarKind.REGEX, "("), Grammar(GrammarKind.REGEX, "[ab]+")
     engine = engine_of(Expansion(2, 2, 2))
     engine.add(request_of(lost, "lost", temperature=0.0))
@@ -279,7 +279,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone():
     assert outcomes["good"].ids == generated(REGEX)
 
 
-def test_an_id_in_use_is_refused_while_its_grammar_is_compiled():
+def test_id_is_refused_while_its_grammar_compiles():
     engine = engine_of(PLAIN)
     engine.add(request_of(REGEX))
     with pytest.raises(ValueError, match="in use"):
@@ -293,7 +293,7 @@ def test_an_engine_without_a_tokenizer_refuses_grammars():
     assert outcome.finish is FinishReason.ERROR
 
 
-def test_a_stop_token_may_end_a_text_early():
+def test_stop_token_may_end_sequence_early():
     stop = ids_of(",")[0]
     for expansion in EXPANSIONS:
         outcome = run(engine_of(expansion), [request_of(REGEX, seed=1, temperature=1.5, stop_token_ids=(stop,))]).outcomes["r"]
@@ -301,25 +301,25 @@ def test_a_stop_token_may_end_a_text_early():
         assert outcome.ids == text[: text.index(stop) + 1 if stop in text else len(text)]
 
 
-def test_texts_kill_a_judge_that_masks_nothing(monkeypatch):
-    """What is compared above is not the drafter's doing."""
+def test_sequences_detect_unmasked_verification(monkeypatch):
+    """The mutant: without edits in verification the comparison above fails, whatever the drafter masks."""
     monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
     outcome = run(engine_of(Expansion(2, 2, 2)), [request_of(REGEX, temperature=0.0)]).outcomes["r"]
     assert outcome.ids != generated(REGEX)
 
 
 @pytest.mark.parametrize("name", ["schema", "lark"])
-def test_a_resumed_text_goes_on_as_if_nothing_had_been(name):
+def test_resumed_sequence_continues_unchanged(name):
     request = request_of(ALL[name], seed=3, temperature=1.5)
     text = seeded_text(ALL[name], 3)
     for cut in (1, 4, len(text) - 1):
-        told = replace(request, progress=Progress(tuple(text[:cut])))
-        assert run(engine_of(Expansion(2, 2, 2)), [told]).outcomes["r"].ids == text[cut:]
+        resumed = replace(request, progress=Progress(tuple(text[:cut])))
+        assert run(engine_of(Expansion(2, 2, 2)), [resumed]).outcomes["r"].ids == text[cut:]
 
 
-def test_traced_steps_tell_the_masked_distributions():
-    asked = replace(request_of(REGEX, seed=3, temperature=1.5), speculation=Speculation(is_traced=True))
-    outcome = run(engine_of(Expansion(2, 2, 2)), [asked]).outcomes["r"]
+def test_traced_steps_report_the_masked_distributions():
+    request = replace(request_of(REGEX, seed=3, temperature=1.5), speculation=Speculation(is_traced=True))
+    outcome = run(engine_of(Expansion(2, 2, 2)), [request]).outcomes["r"]
     assert outcome.ids == seeded_text(REGEX, 3)
     text = list(PROMPT)
     for event in outcome.events:

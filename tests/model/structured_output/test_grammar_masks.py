@@ -1,4 +1,4 @@
-"""Masks along a tree are those that a new matcher gives for each node's whole text, whatever was asked before."""
+"""Masks along a tree equal those of a new matcher for each node's whole text, in any order of queries."""
 
 import json
 import re
@@ -20,8 +20,10 @@ PROMPT = [7, 7, 7]
 EVERY = frozenset(range(V))
 
 
-def asked(held: GrammarMasks, grammar: Grammar, history: Sequence[int], paths: Sequence[tuple[int, ...]]) -> list[frozenset[int]]:
-    bits = np.unpackbits(held.allowed(grammar, history, len(PROMPT), paths).view(np.uint8), axis=1, bitorder="little")
+def allowed_by(
+    cache: GrammarMasks, grammar: Grammar, history: Sequence[int], paths: Sequence[tuple[int, ...]]
+) -> list[frozenset[int]]:
+    bits = np.unpackbits(cache.allowed(grammar, history, len(PROMPT), paths).view(np.uint8), axis=1, bitorder="little")
     return [frozenset(row[:V].nonzero()[0].tolist()) for row in bits]
 
 
@@ -45,7 +47,7 @@ def walks(draw: st.DrawFn, grammar: Grammar, start: Sequence[int], most: int) ->
 
 @st.composite
 def questions(draw: st.DrawFn) -> tuple[Grammar, list[tuple[list[int], list[tuple[int, ...]]]]]:
-    """A grammar, and texts of it that grow or begin anew, each with paths to ask about."""
+    """A grammar, and sequences of it that grow or restart, each with paths to query."""
     grammar = draw(st.sampled_from(list(ALL.values())))
     steps: list[tuple[list[int], list[tuple[int, ...]]]] = []
     text: list[int] = []
@@ -59,10 +61,10 @@ def questions(draw: st.DrawFn) -> tuple[Grammar, list[tuple[list[int], list[tupl
 
 
 def check(grammar: Grammar, steps: Sequence[tuple[list[int], list[tuple[int, ...]]]]) -> None:
-    held, history = masks(), list(PROMPT)  # one list, as a sequence has it: what was kept is found again by it
+    cache, history = masks(), list(PROMPT)  # one list, as a sequence has it: what was kept is found again by it
     for text, paths in steps:
         history[len(PROMPT) :] = text
-        assert asked(held, grammar, history, paths) == [expected(grammar, [*text, *path]) for path in paths]
+        assert allowed_by(cache, grammar, history, paths) == [expected(grammar, [*text, *path]) for path in paths]
 
 
 @settings(max_examples=25)
@@ -97,7 +99,7 @@ _MOVE_TO = _TextMatcher.move_to
     [("_go_back", never_back), ("_go_back", back_to_the_root_only), ("move_to", kept_masks)],
     ids=["never back", "back to the root", "masks outlive their text"],
 )
-def test_masks_kill(name, mutant, monkeypatch):
+def test_masks_detect_mutants(name, mutant, monkeypatch):
     steps = [(ids_of("ab"), TREE), (ids_of("abb"), TREE), (ids_of("cc"), TREE)]
     check(REGEX, steps)
     monkeypatch.setattr(_TextMatcher, name, mutant)
@@ -105,25 +107,25 @@ def test_masks_kill(name, mutant, monkeypatch):
         check(REGEX, steps)
 
 
-def test_many_texts_of_one_grammar_do_not_disturb_each_other():
-    held = masks(max_texts=3)
+def test_sequences_of_one_grammar_are_independent():
+    cache = masks(max_texts=3)
     histories = [[*PROMPT, *ids_of(text)] for text in ("ab", "abc", "cab", "bb", "aa,1")]
     for length in (4, 5, 6, 7):
         for history in histories:
-            (found,) = asked(held, REGEX, history[:length], [()])
+            (found,) = allowed_by(cache, REGEX, history[:length], [()])
             assert found == expected(REGEX, history[:length][len(PROMPT) :])
 
 
 @pytest.mark.parametrize("grammar", [REGEX, CHOICE], ids=["regex", "choice"])
-def test_what_is_allowed_can_still_match(grammar):
+def test_allowed_tokens_can_still_match(grammar):
     """Every token that can come begins a text of the language, written out here; the end comes after whole ones alone."""
     choices = ["abc", "ab", "abab", "true", "12"]
     whole = re.compile(REGEX.text if grammar is REGEX else "|".join(choices))
     begun = re.compile(r"[abc]{0,5}|[abc]{2,5}(,[abc12]{1,3})*(,[abc12]{0,3})?")
-    held = masks()
+    cache = masks()
     front: list[tuple[int, ...]] = [()]
     for _ in range(4):
-        found = dict(zip(front, asked(held, grammar, PROMPT, front), strict=True))
+        found = dict(zip(front, allowed_by(cache, grammar, PROMPT, front), strict=True))
         for path, allowed in found.items():
             assert allowed, "some token can come"
             assert (EOS in allowed) == bool(whole.fullmatch(text_of(path)))
@@ -132,28 +134,28 @@ def test_what_is_allowed_can_still_match(grammar):
         front = [(*path, token) for path, allowed in found.items() for token in sorted(allowed - {EOS})][:40]
 
 
-def test_rows_beyond_the_tokenizer_and_special_tokens_never_come():
+def test_unknown_rows_and_special_tokens_are_masked():
     anything = Grammar(GrammarKind.REGEX, "(.|\n)*")
-    (allowed,) = asked(masks(), anything, PROMPT, [()])
+    (allowed,) = allowed_by(masks(), anything, PROMPT, [()])
     assert allowed == {EOS, *range(3, 3 + 32 + 10 + 1)}  # characters, merges and the line break
 
 
-def test_a_text_that_the_library_gives_up_on_has_no_next_token_and_others_go_on(monkeypatch):
+def test_abandoned_matcher_allows_nothing_and_isolates_others(monkeypatch):
     """llguidance answers with the end token where a limit is hit: a text would be cut short, and look whole."""
-    held, history = masks(), list(PROMPT)
+    cache, history = masks(), list(PROMPT)
     long = Grammar(GrammarKind.REGEX, "(a|b)*a(a|b){9}c")
     monkeypatch.setattr(grammars, "_LIMITS", LLParserLimits(max_lexer_states=40, verbose_errors=False))
     text = ids_of("abaababbabaaabab")
     paths = [tuple(text[:length]) for length in range(len(text))]
-    found = asked(held, long, history, paths)
+    found = allowed_by(cache, long, history, paths)
     assert found[0]
     assert not found[-1]
-    assert asked(held, REGEX, history, [()]) == [expected(REGEX, [])]
-    assert asked(held, long, history, [(), paths[-1]]) == [found[0], frozenset()]
+    assert allowed_by(cache, REGEX, history, [()]) == [expected(REGEX, [])]
+    assert allowed_by(cache, long, history, [(), paths[-1]]) == [found[0], frozenset()]
 
 
 @pytest.mark.parametrize("text", ["", "a", 'say "a\\b"\n', "\x00\x7f", "日本 😀", "[a]*", "{{x}}", " - "])
-def test_a_choice_is_the_very_text(text):
+def test_choice_is_the_exact_string(text):
     matcher = compiled(vocabulary(), Grammar(GrammarKind.CHOICE, json.dumps([text, "zz"])))
     assert not matcher.is_error()
     assert matcher.is_accepting() == (text == "")
@@ -181,7 +183,7 @@ def test_a_choice_is_the_very_text(text):
         (GrammarKind.LARK, "", "root"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(kind, text, reason):
+def test_unsupported_schema_is_refused_by_name(kind, text, reason):
     with pytest.raises(BadGrammar, match=re.escape(reason)):
         compiled(vocabulary(), Grammar(kind, text))
 

@@ -39,7 +39,7 @@ def schema(value: Any) -> Grammar:
 
 
 @pytest.mark.parametrize("style", [{}, {"separators": (",", ":")}, *({"indent": indent} for indent in (1, 2, 4, 8, "\t"))])
-def test_every_usual_style_can_come(style: dict[str, Any]):
+def test_usual_styles_are_allowed(style: dict[str, Any]):
     text = json.dumps(NESTED, **style)
     matcher = matcher_of(ANY)
     assert admits(matcher, text)
@@ -70,7 +70,7 @@ def test_whitespace_between_parts_is_bounded():
     check_whitespace()
 
 
-def test_free_whitespace_can_be_asked_for():
+def test_free_whitespace_is_available_on_request():
     matcher = matcher_of({**ANY, "x-guidance": {"whitespace_pattern": "[ \\t\\n\\r]+"}})
     assert admits(matcher, '{\n\n \t "a"  :' + " " * 200 + "1 }")
     assert not admits(matcher_of(ANY), '{ "a":  1}')
@@ -103,7 +103,7 @@ def check_numbers() -> None:
         assert allowed(grammar, start + digits, masks=masks)
 
 
-def test_numbers_are_bounded_where_a_schema_leaves_them_open():
+def test_open_numbers_are_bounded():
     """A number without bounds went on until the token limit; so did any number of any JSON."""
     check_numbers()
 
@@ -116,7 +116,7 @@ def test_digits_in_strings_are_not_bounded():
 
 
 def test_a_schemas_own_bounds_widen_numbers():
-    """What a number needs by its bounds, constants and multiples is never cut off."""
+    """No digit is cut off that a number's bounds, constants or multiples need."""
     grammar = schema({"enum": [10**40, 5]})
     text = b"1"
     while len(text) < 41:
@@ -126,7 +126,7 @@ def test_a_schemas_own_bounds_widen_numbers():
     assert allowed(fraction, b"2.5e-2") & DIGITS or allowed(fraction, b"0.00000")
 
 
-def test_digits_that_alone_can_come_are_kept(monkeypatch: pytest.MonkeyPatch):
+def test_only_possible_digits_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammar_masks, "most_digits", lambda _: 3)
     grammar = schema({"enum": [123456, 7]})
     assert allowed(grammar, b"123") == frozenset(b"4")
@@ -136,9 +136,9 @@ def test_digits_that_alone_can_come_are_kept(monkeypatch: pytest.MonkeyPatch):
 def test_longer_tokens_of_digits_are_bounded(monkeypatch: pytest.MonkeyPatch):
     """The tokenizer has a token of two digits: with one left it cannot come."""
     monkeypatch.setattr(grammar_masks, "most_digits", lambda _: 4)
-    held, (twelve,) = tiny_masks(), [tokenizer().convert_tokens_to_ids("12")]
+    masks, (twelve,) = tiny_masks(), [tokenizer().convert_tokens_to_ids("12")]
     text = ids_of('{"a":121')
-    words_2W = held.allowed(Grammar(GrammarKind.JSON_OBJECT), text, 0, [(), (twelve,)])
+    words_2W = masks.allowed(Grammar(GrammarKind.JSON_OBJECT), text, 0, [(), (twelve,)])
     bits = np.unpackbits(words_2W.view(np.uint8), axis=1, bitorder="little")[:, :V]
     assert not bits[0, twelve]
     assert bits[0, ids_of("1")[0]]
@@ -158,8 +158,8 @@ def test_calls_are_bounded_between_their_marks_alone():
     assert allowed(marked, b"<", b"{1}>" + digits) & DIGITS
 
 
-def test_a_text_is_read_again_after_a_step_back():
-    """Masks depend on the text alone, whatever was asked before."""
+def test_matcher_rereads_text_after_rollback():
+    """Masks depend on the text alone, whatever was queried before."""
     masks, grammar = GrammarMasks(CompiledGrammars(bytes_vocabulary)), schema({"type": "integer"})
     history = list(b"7" * MAX_DIGITS)
     for length in (MAX_DIGITS, 3, MAX_DIGITS - 1, MAX_DIGITS, 1):
@@ -171,7 +171,7 @@ def test_a_text_is_read_again_after_a_step_back():
 
 @pytest.mark.parametrize("text", [json.dumps(NESTED), json.dumps(NESTED, indent=2), '{"a\\\\":"\\"12","b":-12.345e+67}'])
 def test_positions_are_those_of_a_parser(text: str):
-    """At each byte outside of strings as many digits are counted as stand before it."""
+    """At each byte outside strings the count of digits equals the digits before it."""
     outside = re.sub(r'"(?:\\.|[^"\\])*"', lambda found: " " * len(found[0]), text)
     position = JsonPosition()
     for at, char in enumerate(text.encode()):
@@ -197,7 +197,7 @@ def paths_uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mutate", "check"),
     [(whitespace_of_the_library, check_whitespace), (no_number_limit, check_numbers), (paths_uncounted, check_numbers)],
 )
-def test_bounds_kill(mutate, check, monkeypatch: pytest.MonkeyPatch):
+def test_bounds_detect_mutants(mutate, check, monkeypatch: pytest.MonkeyPatch):
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
         check()
@@ -224,7 +224,7 @@ class FewTokens:
     ],
 )
 def test_tokens_with_whole_numbers_are_read(text: bytes, expected: set[bytes]):
-    """Of a token that ends a string or a number, what comes then is counted; what is in a string is not."""
+    """Numbers after a token's closing quote count. Digits within a string do not."""
     words_W = TokenDigits(FewTokens()).too_long(JsonPosition().after(text), 4)  # type: ignore[arg-type]
     found = set() if words_W is None else np.unpackbits(words_W.view(np.uint8), bitorder="little").nonzero()[0].tolist()
     assert {FewTokens.tokens[token_id] for token_id in found} == expected

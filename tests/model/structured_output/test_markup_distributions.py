@@ -89,7 +89,7 @@ def test_seeded_calls_are_plain_decodings(case: MarkupCase):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_whole_texts_are_calls(case: MarkupCase):
+def test_complete_sequences_are_calls(case: MarkupCase):
     """The reader finds calls that match their schemas in each text that a grammar can write, and nothing beside them."""
     whole = [text for text in _distribution(case) if text[-1] == EOS]
     for text in whole:

@@ -1,4 +1,4 @@
-"""Strings of a format are valid to a strict checker, and what is valid can come."""
+"""Strings of a format are valid to a strict checker, and all valid strings are possible."""
 
 import calendar
 import json
@@ -84,7 +84,7 @@ def schema_of(name: str, **more: Any) -> dict[str, Any]:
 
 
 def check_random(name: str, count: int = 600, **more: Any) -> None:
-    """Draw strings of a format beside other keywords, and ask a strict checker of each."""
+    """Draw strings of a format beside other keywords, and validate each with a strict checker."""
     schema = schema_of(name, **more)
     checker = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
     found = random_strings(matcher_of(schema), count)
@@ -108,7 +108,7 @@ def test_random_strings_are_valid(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_listed_strings_come_if_valid(name: str):
+def test_listed_strings_are_allowed_if_valid(name: str):
     check_listed(name)
 
 
@@ -129,12 +129,12 @@ def test_every_format_is_listed():
         ("duration", {"maxLength": 8}),
     ],
 )
-def test_other_keywords_hold_beside_a_format(name: str, more: dict[str, Any]):
+def test_other_keywords_apply_beside_a_format(name: str, more: dict[str, Any]):
     check_random(name, 200, **more)
 
 
 def check_dates() -> None:
-    """Ask for every day that a month could have, in years of each kind."""
+    """Validate every day that a month could have, in years of each kind."""
     matcher = matcher_of(schema_of("date"))
     for year in (1, 1900, 1999, 2000, 2004, 2023, 2024, 2100, 2400, 9996):
         days = [(month, day) for month in range(14) for day in range(33)]
@@ -178,14 +178,14 @@ def test_a_format_that_nothing_satisfies_is_refused(more: dict[str, Any]):
     assert "SearchRegex" not in str(refused.value)
 
 
-def test_too_much_of_one_string_is_refused_plainly():
+def test_overlong_string_is_refused_plainly():
     """The reason was an expression of the library's, which no client has written."""
     with pytest.raises(BadGrammar, match="too complex in combination"):
         matcher_of(schema_of("email", pattern=".*", minLength=200))
 
 
 def check_places() -> None:
-    """A format is kept wherever a schema stands, under any name; in a constant it is text like any other."""
+    """A format applies wherever a schema occurs, under any name. In a constant it is ordinary text."""
     bad, good = "2023-02-29", "2024-02-29"
     is_date = {"type": ["string", "null"], "format": "date"}
     for schema, form in [
@@ -210,18 +210,18 @@ def check_places() -> None:
     )
 
 
-def test_formats_are_kept_wherever_a_schema_stands():
+def test_formats_apply_wherever_a_schema_occurs():
     check_places()
 
 
-def test_a_schema_inside_a_lark_grammar_keeps_formats():
+def test_schema_inside_lark_grammar_keeps_formats():
     grammar = 'start: "</a>" /b"x/ %json {"format": "date", "type": "string"} // %json {\n'
     matcher = compiled(bytes_vocabulary(), Grammar(GrammarKind.LARK, grammar))
     assert admits(matcher, '</a>b"x"2024-02-29"')
     assert not admits(matcher, '</a>b"x"2023-02-29"')
 
 
-def test_an_unknown_format_is_refused_only_of_strings():
+def test_unknown_format_is_refused_only_for_strings():
     with pytest.raises(BadGrammar, match="int32"):
         matcher_of({"type": "string", "format": "int32"})
     assert admits(matcher_of({"type": "integer", "format": "int32"}), "12")
@@ -258,7 +258,7 @@ def literals_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         (literals_everywhere, check_places),
     ],
 )
-def test_formats_kill(mutate, check, monkeypatch: pytest.MonkeyPatch):
+def test_formats_detect_mutants(mutate, check, monkeypatch: pytest.MonkeyPatch):
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
         check()

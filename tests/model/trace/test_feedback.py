@@ -1,4 +1,4 @@
-"""What an engine tells its policy of a step."""
+"""The feedback of an engine to its policy about a step."""
 
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionChoice, FixedExpansion, StepFeedback
@@ -21,26 +21,26 @@ class SeldomDrafts(RandomExpansion):
         return choice if self._rng.random() < 0.4 else ExpansionChoice((PLAIN,) * len(views))
 
 
-def test_what_comes_after_a_stop_token_is_no_gain(monkeypatch):
-    """Stop tokens soon cut long accepted paths: a policy hears of the tokens that were kept."""
+def test_tokens_after_stop_are_no_gain(monkeypatch):
+    """Stop tokens soon cut long accepted paths. A policy observes only the kept tokens."""
     config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
     engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
-    heard: list[StepFeedback] = []
-    monkeypatch.setattr(engine._policy, "observe", heard.append)
+    observed: list[StepFeedback] = []
+    monkeypatch.setattr(engine._policy, "observe", observed.append)
     stats = run(engine, requests_of("traversal", num=60, stop_token_ids=tuple(range(30)))).stats
-    assert len(heard) == len(stats), "the last of them too"
+    assert len(observed) == len(stats), "the last of them too"
     num_kept = sum(one.num_accepted_tokens for one in stats)
-    assert sum(outcome.accepted_depth for one in heard for outcome in one.outcomes) == num_kept
+    assert sum(outcome.accepted_depth for one in observed for outcome in one.outcomes) == num_kept
     assert num_kept < sum(one.num_realised_tokens - one.num_expected_rows for one in stats)  # whole paths
 
 
-def test_a_step_says_whether_it_drafted_and_the_rest_when_it_is_asked(monkeypatch):
+def test_step_reports_drafting_and_details_on_request(monkeypatch):
     engine = head_engine(learnt_head(), policy=SeldomDrafts(1), config=CROWDED)
-    heard: list[StepFeedback] = []
-    monkeypatch.setattr(engine._policy, "observe", heard.append)
+    observed: list[StepFeedback] = []
+    monkeypatch.setattr(engine._policy, "observe", observed.append)
     run(engine, mixed_requests(max_tokens=16))
-    assert not any(one._outcomes or one._work for one in heard), "nobody has asked"
-    for one in heard:
+    assert not any(one._outcomes or one._work for one in observed), "no detail was requested"
+    for one in observed:
         wished = [outcome for outcome in one.outcomes if not outcome.expansion.is_plain]
         assert one.has_drafted == bool(wished)
         assert one.has_drafted or not one.work.num_rounds
@@ -49,6 +49,6 @@ def test_a_step_says_whether_it_drafted_and_the_rest_when_it_is_asked(monkeypatc
         assert (one.num_rows, one.num_rounds, one.num_passes) == (work.num_rows, work.num_rounds, work.num_passes)
         assert one.draft_s >= 0.0
         assert one.rest_s > 0.0
-    assert sum(one.has_drafted for one in heard) > 3
-    assert sum(not one.has_drafted for one in heard) > 3
-    assert any(one.has_prefill for one in heard)
+    assert sum(one.has_drafted for one in observed) > 3
+    assert sum(not one.has_drafted for one in observed) > 3
+    assert any(one.has_prefill for one in observed)

@@ -1,4 +1,4 @@
-"""What a traced request is told of its steps: the models' own probabilities, its text, its parts; others are told nothing."""
+"""Step traces of a request: the models' own probabilities, its tokens, its parts. Untraced requests get none."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ def traced(request: Request) -> Request:
     return replace(request, speculation=replace(request.speculation, is_traced=True))
 
 
-def asked(tree: str) -> list[Request]:
+def traced_requests(tree: str) -> list[Request]:
     """Greedy, coupled and sampled requests, with edits and truncation; all are traced."""
     verifier = VERIFIERS.get(tree.split(".")[0], "traversal")
     cut: dict[str, Any] = {"temperature": 0.7, "top_k": 9, "max_tokens": NUM_TOKENS}
@@ -71,7 +71,7 @@ def own_logits(module: PreTrainedModel, text: tuple[int, ...]) -> torch.Tensor:
 
 
 def own_probs(module: PreTrainedModel, text: Sequence[int], num_prompt: int, sampling: SamplingParams) -> torch.Tensor:
-    """Return the next token's law, made by hand: edits, temperature (1 for a greedy request), top-k."""
+    """Return the next token's distribution, made by hand: edits, temperature (1 for a greedy request), top-k."""
     logits = own_logits(module, tuple(text)).clone()
     for token_id, bias in sampling.logit_bias:
         logits[token_id] += bias
@@ -91,7 +91,7 @@ def own_probs(module: PreTrainedModel, text: Sequence[int], num_prompt: int, sam
 def run_pair(tree: str) -> tuple[Session, PreTrainedModel, PreTrainedModel]:
     target, draft = pair_of()
     engine = tiny_engine(target, draft, FixedExpansion(parse_expansion(tree)))
-    return run(engine, asked(tree)), twin(target), twin(draft)
+    return run(engine, traced_requests(tree)), twin(target), twin(draft)
 
 
 def traces_of(session: Session, name: str) -> list[RowTrace]:
@@ -99,7 +99,7 @@ def traces_of(session: Session, name: str) -> list[RowTrace]:
 
 
 def check_distributions(session: Session, requests: Sequence[Request], target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Compare every told probability with the two models' own laws after the node's own text."""
+    """Compare each reported probability with the models' own distributions after the node's path."""
     for request in requests:
         text = list(request.prompt_ids)
         num_prompt = len(text)
@@ -108,9 +108,9 @@ def check_distributions(session: Session, requests: Sequence[Request], target: P
             tree = row.tree
             for node in range(1, tree.num_nodes):
                 before = [*text, *(tree.token_ids[v] for v in tree.path(tree.parents[node])[1:])]
-                for module, told in ((target, probs.target), (draft, probs.draft)):
+                for module, reported in ((target, probs.target), (draft, probs.draft)):
                     distribution = own_probs(module, before, num_prompt, request.sampling)
-                    assert told[node - 1] == pytest.approx(float(distribution[tree.token_ids[node]]), abs=2e-5)
+                    assert reported[node - 1] == pytest.approx(float(distribution[tree.token_ids[node]]), abs=2e-5)
             path = [*text, *(tree.token_ids[v] for v in row.path[1:])]
             assert row.extra_id is not None
             distribution = own_probs(target, path, num_prompt, request.sampling)
@@ -121,14 +121,14 @@ def check_distributions(session: Session, requests: Sequence[Request], target: P
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_told_probabilities_are_the_models_own(tree: str) -> None:
+def test_reported_probabilities_are_the_models(tree: str) -> None:
     session, target, draft = run_pair(tree)
-    check_distributions(session, asked(tree), target, draft)
+    check_distributions(session, traced_requests(tree), target, draft)
     assert any(trace.row.tree.num_nodes > 3 for name in ("greedy", "coupled", "drawn") for trace in traces_of(session, name))
 
 
 def of_the_node_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law after a node, in place of its parent's."""
+    """The distribution after a node, in place of its parent's."""
     made = tree_probs._tree_probs
 
     def mutant(row, tree, verdict, draft_probs, logits_NV):
@@ -155,23 +155,23 @@ def drafts_in_order_of_offers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mutant", [of_the_node_itself, unedited, unwarped, drafts_in_order_of_offers])
-def test_told_probabilities_kill(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probability_reports_detect(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     tree = "heap.6"
     session, target, draft = run_pair(tree)
     with pytest.raises(AssertionError):
-        check_distributions(session, asked(tree), target, draft)
+        check_distributions(session, traced_requests(tree), target, draft)
 
 
-def test_nobody_is_told_who_did_not_ask() -> None:
-    requests = [traced(greedy("asks", LONG)), greedy("does not", LONG), sampled("nor this", LONG, 5)]
+def test_untraced_requests_get_no_report() -> None:
+    requests = [traced(greedy("traced", LONG)), greedy("does not", LONG), sampled("nor this", LONG, 5)]
     session = run(tiny_engine(*pair_of(), FixedExpansion(Expansion(2, 2, 2))), requests)
-    told = {name: [event.trace is not None for event in one.events] for name, one in session.outcomes.items()}
-    assert all(told.pop("asks"))
-    assert not any(any(flags) for flags in told.values())
+    has_trace = {name: [event.trace is not None for event in one.events] for name, one in session.outcomes.items()}
+    assert all(has_trace.pop("traced"))
+    assert not any(any(flags) for flags in has_trace.values())
 
 
-def test_no_text_changes_by_being_told_of() -> None:
+def test_tracing_changes_no_token() -> None:
     def texts(make: Callable[[Request], Request]) -> dict[str, list[int]]:
         engine = tiny_engine(*pair_of(), FixedExpansion(Expansion(2, 2, 2)))
         return run(engine, [make(request) for request in (greedy("a", LONG), sampled("b", LONG, 5))]).texts()
@@ -179,7 +179,7 @@ def test_no_text_changes_by_being_told_of() -> None:
     assert texts(traced) == texts(lambda request: request)
 
 
-def test_a_step_is_told_with_its_seconds_and_reason() -> None:
+def test_step_reports_its_seconds_and_reason() -> None:
     session = run(tiny_engine(*pair_of()), [traced(greedy("r", LONG))])
     stats = {one.step: one for one in session.stats}
     for trace in traces_of(session, "r"):
@@ -188,7 +188,7 @@ def test_a_step_is_told_with_its_seconds_and_reason() -> None:
         assert sum(trace.stage_s.values()) == pytest.approx(own.step_s)
 
 
-def test_plain_decoding_is_told_too() -> None:
+def test_plain_decoding_is_reported() -> None:
     session = run(tiny_engine(*pair_of()), [replace(greedy("r", LONG), speculation=Speculation(False, is_traced=True))])
     assert {trace.row.tree.num_nodes for trace in traces_of(session, "r")} == {1}
     assert all(0.0 < (trace.row.probs.extra or 0.0) <= 1.0 for trace in traces_of(session, "r"))
@@ -198,13 +198,13 @@ def engine_with_cached_text() -> Engine:
     return engine_of("llama", "ngram", Expansion(3, 1, 0))
 
 
-def test_parts_say_what_drafted_a_node() -> None:
-    """A prediction comes back as one, text said before as cached, a model's tokens before the fork as trunk."""
-    said = run(engine_with_cached_text(), [greedy("said", LONG)]).outcomes["said"].ids
-    predicted = replace(traced(greedy("foretold", LONG)), prediction_ids=tuple(said))
+def test_parts_report_the_source_of_nodes() -> None:
+    """A prediction is reported as one, earlier text as cached, and a model's tokens before the fork as trunk."""
+    repeated_ids = run(engine_with_cached_text(), [greedy("plain", LONG)]).outcomes["plain"].ids
+    predicted = replace(traced(greedy("predicted", LONG)), prediction_ids=tuple(repeated_ids))
     repeated = traced(greedy("repeated", [*LONG, *LONG, *LONG[:4]]))
     session = run(engine_with_cached_text(), [predicted, repeated])
-    assert any("prediction" in parts_of(trace.row) for trace in traces_of(session, "foretold"))
+    assert any("prediction" in parts_of(trace.row) for trace in traces_of(session, "predicted"))
     assert any("cached" in parts_of(trace.row) for trace in traces_of(session, "repeated"))
 
 

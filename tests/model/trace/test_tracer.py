@@ -1,4 +1,4 @@
-"""Traces of real steps: what a trace says of a request is its text, and its trees are the trees that were judged."""
+"""Traces of real steps: the traced tokens of a request are its tokens, and the traced trees are the judged trees."""
 
 from dataclasses import replace
 from itertools import groupby
@@ -50,7 +50,7 @@ def rows_of(path: Path) -> dict[str, list[TracedRow]]:
 
 
 def check_trace(path: Path, session: Session, requests: list[Request]) -> None:
-    """Compare a trace with what the requests were told and with itself."""
+    """Compare a trace with the requests' events and with itself."""
     first, *records = read_trace(path)
     assert isinstance(first, TraceHeader)
     assert [record.stats for record in records if isinstance(record, TracedStep)] == session.stats
@@ -61,45 +61,45 @@ def check_trace(path: Path, session: Session, requests: list[Request]) -> None:
 
 
 def check_rows(rows: list[TracedRow], request: Request, text: list[int]) -> None:
-    """Check that rows follow each other: each tree hangs from the last token before it, and its outcome lies on its path."""
+    """Check that rows follow each other: each tree starts at the previous last token, and its outcome is on its path."""
     sampling = request.sampling
-    told = [*request.prompt_ids]
+    sequence = [*request.prompt_ids]
     for row in rows:
-        assert (row.root_position, row.tree.token_ids[0]) == (len(told) - 1, told[-1])
+        assert (row.root_position, row.tree.token_ids[0]) == (len(sequence) - 1, sequence[-1])
         assert row.tree.path(row.path[-1]) == row.path
         assert (row.sampling.temperature, row.sampling.top_p) == (sampling.temperature, sampling.top_p)
         assert row.sampling.is_seeded == (sampling.seed is not None)
         outcome = [*(row.tree.token_ids[node] for node in row.path[1:]), row.extra_id]
         assert list(row.emitted_ids) == outcome[: len(row.emitted_ids)]
         assert len(row.emitted_ids) == len(outcome) or row.finish is not None
-        told.extend(row.emitted_ids)
-    assert told[len(request.prompt_ids) :] == text
+        sequence.extend(row.emitted_ids)
+    assert sequence[len(request.prompt_ids) :] == text
     assert [row.finish is not None for row in rows] == [False] * (len(rows) - 1) + [True]
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
 @pytest.mark.parametrize("config", [TIGHT, SchedulerConfig(num_slots=1024, max_model_len=64)], ids=["tight", "roomy"])
-def test_a_trace_tells_what_happened(drafter, config, tmp_path):
-    """Preempted requests too: what is fed a second time is not told a second time."""
+def test_trace_reports_what_happened(drafter, config, tmp_path):
+    """Preempted requests too: tokens that are fed twice are reported once."""
     requests = requests_of_all_kinds()
     session = traced_run(engine_of("llama", drafter, TREE, config), requests, tmp_path / "trace")
     check_trace(tmp_path / "trace", session, requests)
 
 
-def test_all_that_makes_a_distribution_is_in_the_trace(tmp_path):
-    """A reader who makes the laws again found no penalties, no bias and no masks."""
+def test_trace_contains_all_inputs_of_distributions(tmp_path):
+    """The bug: penalties, bias and masks were missing, so a reader could not recompute the distributions."""
     limits: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "min_tokens": 2}
     tokens: dict[str, Any] = {"logit_bias": ((7, 1.5),), "allowed_token_ids": tuple(range(3, 20)), "bad_words": ((4, 5),)}
     sampling = SamplingParams(0.8, top_p=0.9, top_k=9, min_p=0.01, max_tokens=4, **limits, **tokens)
     traced_run(engine_of("llama", "model", TREE), [Request("r", tuple(LONG), sampling)], tmp_path / "trace")
     for row in rows_of(tmp_path / "trace")["r"]:
-        told = {name: value for name, value in msgspec.structs.asdict(row.sampling).items() if name != "is_seeded"}
-        assert told == {name: getattr(sampling, name) for name in told}
-        assert set(limits) | set(tokens) <= set(told)
+        recorded = {name: value for name, value in msgspec.structs.asdict(row.sampling).items() if name != "is_seeded"}
+        assert recorded == {name: getattr(sampling, name) for name in recorded}
+        assert set(limits) | set(tokens) <= set(recorded)
 
 
 def before_the_cut(step: int, outcome: RowOutcome, probs: TreeProbs) -> TracedRow:
-    """What was accepted, though a limit cut it."""
+    """It reports accepted tokens also if a limit cut them."""
     row = _TRACED(step, outcome, probs)
     ids = tuple(row.tree.token_ids[node] for node in row.path[1:])
     return msgspec.structs.replace(row, emitted_ids=(*ids, row.extra_id or 0))
@@ -124,7 +124,7 @@ _TRACED = tracer._traced_row
 
 
 @pytest.mark.parametrize("mutant", [before_the_cut, without_the_extra_token, path_without_its_root, position_of_the_extra_token])
-def test_traces_kill(mutant, tmp_path, monkeypatch):
+def test_traces_detect_mutants(mutant, tmp_path, monkeypatch):
     monkeypatch.setattr(tracer, "_traced_row", mutant)
     requests = requests_of_all_kinds()
     session = traced_run(engine_of("llama", "model", TREE), requests, tmp_path / "trace")
@@ -132,7 +132,7 @@ def test_traces_kill(mutant, tmp_path, monkeypatch):
         check_trace(tmp_path / "trace", session, requests)
 
 
-def test_what_was_foretold_is_in_the_trace(tmp_path):
+def test_predicted_tokens_are_in_the_trace(tmp_path):
     requests = requests_of_all_kinds()
     session = traced_run(engine_of("llama", "model", TREE), requests, tmp_path / "trace")
     known = [row for rows in rows_of(tmp_path / "trace").values() for row in rows if row.expected_tokens is not None]
@@ -140,7 +140,7 @@ def test_what_was_foretold_is_in_the_trace(tmp_path):
     assert sum(len(row.path) for row in known) == sum(one.num_realised_tokens for one in session.stats)
 
 
-def test_a_broken_row_says_why(tmp_path):
+def test_broken_row_states_its_reason(tmp_path):
     broken = Request("broken", (5, 60, 7), SamplingParams(max_tokens=8))
     traced_run(broken_engine(drafter=False), [greedy("sound", LONG), broken], tmp_path / "trace")
     (row,) = rows_of(tmp_path / "trace")["broken"]
@@ -161,7 +161,7 @@ class FullDisk(TraceFile):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-def test_a_disk_that_fills_up_fails_no_step(tmp_path, caplog):
+def test_full_disk_fails_no_step(tmp_path, caplog):
     engine = tiny_engine(model("llama"), None, FixedExpansion(TREE))
     file = FullDisk(tmp_path / "trace", header_of(engine.info))
     engine.add_observer(FileTracer(file))
@@ -177,7 +177,7 @@ def saved_model(folder: Path) -> str:
     return str(folder / "model")
 
 
-def test_a_configured_engine_traces_what_it_is_asked(tmp_path):
+def test_configured_engine_traces_requests_not_warmup(tmp_path):
     """Not its own warm-up."""
     engine = build_engine(EngineConfig(saved_model(tmp_path), "tiny", "ngram", trace_file=str(tmp_path / "trace")))
     requests = [greedy("r", LONG)]
@@ -194,6 +194,6 @@ def test_a_configured_engine_traces_what_it_is_asked(tmp_path):
     tracer._file.close()
 
 
-def test_a_trace_that_cannot_be_written_is_told_before_anything_is_served(tmp_path):
+def test_unwritable_trace_is_reported_before_serving(tmp_path):
     with pytest.raises(BadConfiguration, match=r"trace file .*nowhere.* cannot be written: No such file"):
         build_engine(EngineConfig(saved_model(tmp_path), trace_file=str(tmp_path / "nowhere" / "trace")))

@@ -62,27 +62,27 @@ def reads_of(requests, waits: Counter[str], monkeypatch: pytest.MonkeyPatch, tre
 
 
 @pytest.mark.parametrize("tree", ["3.2.2", "beam.6.2.3"])
-def test_a_greedy_step_reads_once_a_round_and_once_to_judge(waits, monkeypatch, tree):
+def test_greedy_step_reads_per_round_and_verdict(waits, monkeypatch, tree):
     reads, num_rounds, num_steps = reads_of([greedy("one", [5, 9, 33]), greedy("two", [7])], waits, monkeypatch, tree)
     assert num_rounds > num_steps
     assert reads == num_rounds + num_steps
 
 
-def test_a_seeded_step_reads_once_a_round_and_once_a_depth(waits, monkeypatch):
-    """And once for what all rules are told of every row of logits."""
+def test_seeded_step_reads_per_round_and_depth(waits, monkeypatch):
+    """And once for the logit facts that all rules use."""
     requests = [sampled("one", [5, 9, 33], seed=1, max_tokens=12)]
     reads, num_rounds, num_steps = reads_of(requests, waits, monkeypatch, "3.1.0")
     assert reads == num_rounds + num_steps + 12  # a depth for each token
 
 
-def test_the_tokens_that_a_distribution_allows_would_be_waited_for(waits, monkeypatch):
+def test_allowed_token_count_would_block_the_host(waits, monkeypatch):
     monkeypatch.setattr(children, "_possible_tokens", lambda probs_PM: probs_PM.amax(0).nonzero()[:, 0])
     with pytest.raises(AssertionError):
-        test_a_greedy_step_reads_once_a_round_and_once_to_judge(waits, monkeypatch, "3.2.2")
+        test_greedy_step_reads_per_round_and_verdict(waits, monkeypatch, "3.2.2")
 
 
-def test_a_rule_that_draws_reads_twice_a_round_and_three_times_to_judge(waits, monkeypatch):
-    """Whether draft laws are laws, and the draws; the likeliest tokens, which sums make sense, and the token that comes."""
+def test_drawing_rule_reads_twice_per_round(waits, monkeypatch):
+    """Validity of draft distributions and draws; the likeliest tokens, the validity of sums, and the accepted token."""
     requests = [sampled("one", [5, 9, 33], seed=1, verifier="traversal")]
     reads, num_rounds, num_steps = reads_of(requests, waits, monkeypatch, "2.2.1")
     assert reads == 2 * num_rounds + 3 * num_steps

@@ -1,4 +1,4 @@
-"""Memory in huge pages: laid out as asked, apart from each other's, kept as long as it is used, and asked for of the system."""
+"""Memory in huge pages: as requested, disjoint, kept while used, and advised to the kernel."""
 
 import gc
 import mmap
@@ -22,9 +22,9 @@ dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.ui
 
 
 @given(st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=8))
-def test_tensors_are_as_asked_and_do_not_touch(asked):
-    tensors = [huge_pages.empty(*one) for one in asked]
-    for number, (tensor, (shape, dtype)) in enumerate(zip(tensors, asked, strict=True)):
+def test_tensors_are_as_requested_and_disjoint(requested):
+    tensors = [huge_pages.empty(*one) for one in requested]
+    for number, (tensor, (shape, dtype)) in enumerate(zip(tensors, requested, strict=True)):
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % 64 == 0 or not tensor.numel()
@@ -33,7 +33,7 @@ def test_tensors_are_as_asked_and_do_not_touch(asked):
         assert (tensor == number).all()
 
 
-def test_a_copy_is_the_same_and_its_own():
+def test_copy_is_equal_and_separate():
     one = torch.arange(3000, dtype=torch.int64).view(30, 100)
     copy = huge_pages.copied(one)
     assert torch.equal(copy, one)
@@ -54,7 +54,7 @@ def flags_at(address: int) -> list[str]:
     return []
 
 
-def test_a_room_that_was_made_in_inference_may_be_written_outside_of_it():
+def test_inference_allocation_is_writable_outside_inference():
     with torch.inference_mode():
         huge_pages.empty((huge_pages._ARENA_BYTES - 64,), torch.uint8).zero_()
         pool = huge_pages.empty((3, 5), torch.float32)
@@ -63,7 +63,7 @@ def test_a_room_that_was_made_in_inference_may_be_written_outside_of_it():
         tensor.copy_(torch.ones(3, 5))
 
 
-def test_a_kernel_that_knows_no_huge_pages_gives_small_ones(monkeypatch):
+def test_kernel_without_huge_pages_gives_small_pages(monkeypatch):
     class Refusing(mmap.mmap):
         def madvise(self, option: int) -> None:  # type: ignore[override]
             raise OSError(22, "Invalid argument")
@@ -74,14 +74,14 @@ def test_a_kernel_that_knows_no_huge_pages_gives_small_ones(monkeypatch):
 
 @needs_them
 @pytest.mark.parametrize("num_bytes", [1000, 100 << 20])
-def test_the_system_is_asked(num_bytes):
+def test_kernel_is_advised_of_huge_pages(num_bytes):
     tensor = huge_pages.empty((num_bytes,), torch.uint8)
     assert "hg" in flags_at(tensor.data_ptr())
     assert "hg" not in flags_at(torch.empty(num_bytes, dtype=torch.uint8).data_ptr())
 
 
 @needs_them
-def test_what_fills_a_room_begins_a_page_and_goes_with_its_tensor():
+def test_allocation_is_page_aligned_and_freed():
     tensor = huge_pages.empty((100 << 20,), torch.uint8)
     address = tensor.data_ptr()
     assert address % (2 << 20) == 0
@@ -112,12 +112,12 @@ def anonymous_kb() -> int:
 
 
 @needs_them
-def test_caches_lie_in_them():
+def test_caches_use_huge_pages():
     for keys, values in KVCache(1000, torch.device("cpu")).pools(2, 2, 64, torch.float32):
         assert all("hg" in flags_at(pool.data_ptr()) for pool in (keys, values))
 
 
 @needs_them
 @needs_library
-def test_weights_lie_in_them():
+def test_weights_use_huge_pages():
     assert "hg" in flags_at(NativeLinear(nn.Linear(64, 64).requires_grad_(False), "int8").structure.weight)

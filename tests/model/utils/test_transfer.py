@@ -1,4 +1,4 @@
-"""Numbers arrive as they were sent, in one transfer, of the dtype that was asked for."""
+"""Numbers arrive unchanged, in one transfer, with the requested dtype."""
 
 import pytest
 import torch
@@ -31,13 +31,13 @@ def test_float64_keeps_its_bits_beside_float32():
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), numbers)
-def test_what_goes_to_the_device_is_what_torch_makes_of_it(whole, values):
+def test_device_tensor_equals_the_torch_conversion(whole, values):
     assert torch.equal(integers(whole, CPU), torch.tensor(whole, dtype=torch.int64))
     assert torch.equal(floats(values, CPU), torch.tensor(values, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_column_has_the_dtype_of_the_rows_it_scales(dtype):
+def test_column_has_dtype_of_the_scaled_rows(dtype):
     made = column([0.7, 1.3], torch.empty(2, 3, dtype=dtype))
     assert torch.equal(made, torch.tensor([[0.7], [1.3]], dtype=dtype))
     assert made.dtype == dtype

@@ -1,4 +1,4 @@
-"""What a node plan gives to each token at the root, averaged over the trees: one node at a time, exact."""
+"""The share of each token at the root under a node plan, averaged over the trees: one node at a time, exact."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ import torch
 from engine.verify.directions import first_accept_probs
 from engine.verify.node_plans import NodePlan
 from engine.verify.two_phase import PlannedForest
-from tests.enumeration import DrawnTree, Law, TinyModel, batch_of
+from tests.enumeration import Distribution, DrawnTree, TinyModel, batch_of
 
 
 class Given(NamedTuple):
     """`to_tokens`: sum_X Q(X) pi(y|X) for every token y; `to_children`: the part of it that goes to drafted children."""
 
-    to_tokens: Law
+    to_tokens: Distribution
     to_children: float
 
 

@@ -1,4 +1,4 @@
-"""The exact law of what a rule of the form plan x direction makes of a batch of trees: its masses, not samples of it."""
+"""The exact distribution of a plan x direction rule over a batch of trees: its masses, not samples."""
 
 from typing import NamedTuple
 
@@ -17,14 +17,14 @@ EXACT = 1e-12
 
 
 class Outcomes(NamedTuple):
-    """Where paths end, by packed node, and the law of the extra token there."""
+    """Where paths end, by packed node, and the distribution of the extra token there."""
 
     stop_N: Tensor
     extra_NV: Tensor
 
 
 def outcomes_of(rule: TwoPhase, batch: Batch) -> Outcomes:
-    """Return the exact outcome laws of phase 1 and of what phase 2 draws from."""
+    """Return the exact outcome distributions of phase 1 and of phase 2's draws."""
     case = PlannedForest.of(batch.forest, batch.target_probs_NV, rule.plan)
     masses = case.masses(rule.direction)
     stop_N = stop_probs(case, rule.direction, masses)
@@ -42,13 +42,13 @@ def stop_probs(case: PlannedForest, direction: Direction, masses: Masses) -> Ten
 
 
 def text_probs(rule: TwoPhase, model: TinyModel, trees: list[DrawnTree]) -> Tensor:
-    """Return the law of the emitted text, each tree weighed by its probability."""
+    """Return the distribution of the emitted sequence, each tree weighted by its probability."""
     batch = batch_of(model, trees)
     return torch.from_numpy(emitted_probs(model, batch, *outcomes_of(rule, batch)))
 
 
 def loss_of(rule: TwoPhase, model: TinyModel, trees: list[DrawnTree]) -> float:
-    """Return how far the law of the emitted text is from the target's."""
+    """Return how far the distribution of the emitted sequence is from the target's."""
     return loss(model, text_probs(rule, model, trees).numpy())
 
 

@@ -1,4 +1,4 @@
-"""What verdicts foretell comes out: over whole runs the accepted depth + 1 agrees with E[tau + 1 | tree], tree by tree."""
+"""Predictions of verdicts hold: over whole runs the accepted depth + 1 agrees with E[tau + 1 | tree], tree by tree."""
 
 import math
 from dataclasses import replace
@@ -73,7 +73,7 @@ def pairs_of(judge: RecordingJudge) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("verifier", "expansion"), PAIRS, ids=str)
-def test_outcomes_agree_with_what_was_foretold(verifier, expansion):
+def test_outcomes_agree_with_predictions(verifier, expansion):
     judge = RecordingJudge()
     stats = judged_by(judge, requests_of(verifier), expansion)
     pairs = pairs_of(judge)
@@ -97,7 +97,7 @@ class OffByOne(RecordingJudge):
 
 
 class OfTheWrongTree(OffByOne):
-    """Each tree is told its neighbour's number: the mean over a step is right, and no tree's is."""
+    """Each tree gets its neighbour's number: the mean over a step is right, but each tree's is wrong."""
 
     def judge(self, rows, forest, logits_NV, best=None):
         honest = RecordingJudge.judge(self, rows, forest, logits_NV, best)
@@ -116,20 +116,20 @@ class OfTheWholeTree(OffByOne):
 
 @pytest.mark.parametrize("mutant", [OffByOne, OfTheWrongTree, OfTheWholeTree])
 @pytest.mark.parametrize("verifier", ["traversal", "specinfer"])
-def test_the_agreement_kills(verifier, mutant):
+def test_agreement_detects_mutants(verifier, mutant):
     judge = mutant()
     judged_by(judge, requests_of(verifier))
     assert max(z_scores(pairs_of(judge))) > FAILS_ABOVE
 
 
 def z_of_steps(stats: list[StepStats], outcomes: list[int]) -> float:
-    """Return how far, in standard errors, the outcomes of steps are from what each foretold."""
+    """Return how far, in standard errors, the outcomes of steps are from their predictions."""
     differences = [outcome - one.expected_tokens for one, outcome in zip(stats, outcomes, strict=True)]
     return abs(sum(differences)) / math.sqrt(sum(difference**2 for difference in differences))
 
 
-def test_a_text_that_is_cut_realises_what_was_accepted():
-    """Stop tokens soon cut long accepted paths. The mutant counts what was emitted."""
+def test_truncated_sequence_realises_accepted_tokens():
+    """Stop tokens soon cut long accepted paths. The mutant counts the emitted tokens."""
     config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
     engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
     stats = run(engine, requests_of("traversal", num=150, stop_token_ids=tuple(range(30)))).stats
@@ -141,7 +141,7 @@ def mixed_engine() -> Engine:
     return tiny_engine(*pair("llama"), FixedExpansion(TREE))
 
 
-def test_rows_without_a_number_do_not_erase_the_others():
+def test_rows_without_number_keep_the_others():
     """One coupled row once made the whole step's number unknown; greedy rows count with what came out."""
     requests = [
         greedy("greedy", (5, 9, 3)),
@@ -159,7 +159,7 @@ def test_rows_without_a_number_do_not_erase_the_others():
     )
 
 
-def test_an_unjudged_row_foretells_nothing(monkeypatch):
+def test_unjudged_row_predicts_nothing(monkeypatch):
     broken = VerificationFailure("broken", ErrorCode.VERIFICATION_FAILED)
     monkeypatch.setattr(Judge, "judge", lambda self, rows, forest, logits, best: [broken for _ in rows])
     assert run(mixed_engine(), [greedy("r", (5, 9, 3))]).stats[0].num_expected_rows == 0

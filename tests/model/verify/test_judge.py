@@ -1,4 +1,4 @@
-"""Each tree goes to the rule of its row, broken logits to nobody, and log-probabilities are the target's own."""
+"""Each tree uses the rule of its row, broken logits fail, and log-probabilities are the target's own."""
 
 from collections import Counter
 from dataclasses import replace
@@ -45,7 +45,7 @@ def target_logits(forest) -> torch.Tensor:
 
 
 def expected_verdict(row: Row):
-    """Return what the row's own rule says of its tree alone."""
+    """Return the verdict of the row's own rule on its tree alone."""
     forest = grow(growers_of(TableDrafter(TABLE), V, CPU), [row]).forest
     logits_NV = target_logits(forest)
     if row.sampling.is_greedy:
@@ -71,7 +71,7 @@ def check(judge: Judge, kinds, broken: set[int]) -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from(KINDS), max_size=7), st.sets(st.integers(0, 6), max_size=2))
-def test_rows_in_any_mixture_get_the_verdict_they_get_alone(kinds, broken):
+def test_mixed_rows_get_their_separate_verdicts(kinds, broken):
     check(Judge(), kinds, {i for i in broken if i < len(kinds)})
 
 
@@ -109,14 +109,14 @@ class KeyOfTheFirst(Judge):
 
 
 @pytest.mark.parametrize("mutant", [Indifferent, BrokenTogether, FirstRootsOnly, SamplingOfTheFirst, KeyOfTheFirst])
-def test_judge_kills(mutant):
+def test_judge_detects_mutants(mutant):
     kinds = KINDS * 4
     check(Judge(), kinds, {3, 5, 11})
     with pytest.raises((AssertionError, ValueError)):
         check(mutant(), kinds, {3, 5, 11})
 
 
-def test_masked_tokens_are_sound_and_infinite_ones_are_not():
+def test_masked_tokens_are_valid_infinite_ones_invalid():
     rows = rows_of([KINDS[2]] * 3)
     forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     logits_NV = target_logits(forest)
@@ -127,7 +127,7 @@ def test_masked_tokens_are_sound_and_infinite_ones_are_not():
 
 
 @pytest.mark.parametrize("kind", KINDS[:3], ids=["greedy", "coupled", "traversal"])
-def test_a_row_whose_tokens_are_all_ruled_out_ends_alone(kind):
+def test_fully_masked_row_fails_alone(kind):
     """The request allows two tokens, the model neither: no arg max means anything there."""
     sampling, verifier = kind
     rows = rows_of([kind, (replace(sampling, allowed_token_ids=(0, 3)), verifier), kind])
@@ -140,7 +140,7 @@ def test_a_row_whose_tokens_are_all_ruled_out_ends_alone(kind):
     assert verdicts[1].code is ErrorCode.NO_POSSIBLE_TOKEN
 
 
-def test_a_broken_logit_is_no_less_broken_where_it_is_masked():
+def test_masked_broken_logit_is_still_an_error():
     rows = rows_of([(replace(WARM, allowed_token_ids=(0, 3)), "traversal")])
     forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     logits_NV = target_logits(forest)
@@ -149,7 +149,7 @@ def test_a_broken_logit_is_no_less_broken_where_it_is_masked():
 
 
 def test_a_verifier_is_made_once(monkeypatch):
-    """They were once made anew at each step and thrown away."""
+    """The bug: they were computed at each step and dropped."""
     judge = Judge()
     check(judge, KINDS[1:4], set())
     monkeypatch.delattr(judging, "create_verifier")
@@ -167,7 +167,7 @@ def test_logprobs_are_those_of_the_raw_logits(num_top, wanted):
         assert list(one.top_logprobs) == pytest.approx(distribution.sort(descending=True).values[:num_top].tolist(), abs=1e-5)
 
 
-def test_a_tree_that_cannot_be_judged_ends_alone():
+def test_invalid_tree_fails_alone():
     """One InvalidDistributionError once ended the step, and with it the worker and every request in it."""
     rows = rows_of([KINDS[2]] * 3)
     forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
@@ -187,8 +187,11 @@ def roots_of(sampling: SamplingParams, verifier: str, num: int = 3) -> list[Row]
 
 @needs_library
 @pytest.mark.parametrize(("sampling", "own"), [(SamplingParams(temperature=0.8), "coupled"), (WARM, "traversal")])
-def test_a_root_alone_is_drawn_from_as_is_cheapest(sampling, own):
-    """By the coupled rule where the library reads the logits and the law is a temperature's; it tells that one token comes."""
+def test_single_root_is_drawn_the_cheapest_way(sampling, own):
+    """The coupled rule applies where the library reads the logits and only temperature is set.
+
+    It reports that one token is accepted.
+    """
     rows = roots_of(sampling, "traversal")
     forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     logits_NV = target_logits(forest)
@@ -199,7 +202,7 @@ def test_a_root_alone_is_drawn_from_as_is_cheapest(sampling, own):
 
 @needs_library
 @pytest.mark.parametrize("verifier", ["traversal", "nss"])
-def test_what_follows_a_root_alone_has_the_distribution(verifier):
+def test_single_root_successors_follow_the_distribution(verifier):
     sampling, num = SamplingParams(temperature=0.8), 4000
     rows = [replace(row, certain_ids=(1, 3)) for row in roots_of(sampling, verifier, num)]
     forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
@@ -228,8 +231,8 @@ def of_library(monkeypatch, rows: list[Row]) -> list[StepKey]:
 
 
 @needs_library
-def test_what_judges_a_row_is_its_own_affair(monkeypatch):
-    """Of rows of the coupled rule one that truncated once sent all the others the slow way, and their laws by other sums."""
+def test_rows_are_verified_independently_of_others(monkeypatch):
+    """The bug: one truncating row sent all rows of the coupled rule the slow way. Their distributions then had other sums."""
     rows = rows_of([(SamplingParams(temperature=0.8), "coupled"), (WARM, "coupled"), (SamplingParams(), "coupled")])
     wanted = [rows[0].key, rows[2].key]
     assert of_library(monkeypatch, rows) == wanted

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts are the target's own, told once each, through chunks, preemption and trees beside them."""
+"""Log-probabilities of prompts are the target's own, reported once, with chunks, preemption and trees in the batch."""
 
 from dataclasses import replace
 
@@ -20,10 +20,10 @@ CROWDED = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=90, max_m
 
 
 def requests_with_scores() -> list[Request]:
-    """Mixed requests that ask for ever more alternatives, one of a prompt of one token, and one that asks for nothing."""
+    """Mixed requests with ever more alternatives, one with a prompt of one token, and one without prompt scores."""
     requests = [*mixed_requests(max_tokens=16), greedy("short", [7])]
-    asking = [replace(one, sampling=replace(one.sampling, num_prompt_logprobs=row)) for row, one in enumerate(requests)]
-    return [*asking, greedy("silent", PROMPTS[2])]
+    scored = [replace(one, sampling=replace(one.sampling, num_prompt_logprobs=row)) for row, one in enumerate(requests)]
+    return [*scored, greedy("silent", PROMPTS[2])]
 
 
 def session_of(config: SchedulerConfig = CROWDED) -> Session:
@@ -34,16 +34,16 @@ def check(session: Session) -> None:
     """Compare with a pass over the prompt alone."""
     for request in requests_with_scores():
         events = session.outcomes[request.request_id].events
-        told = [one for event in events for one in event.prompt_logprobs]
+        reported = [one for event in events for one in event.prompt_logprobs]
         num_top = request.sampling.num_prompt_logprobs
         if num_top is None:
-            assert not told
+            assert not reported
             continue
-        first_said = next(index for index, event in enumerate(events) if event.token_ids)
-        assert not any(event.prompt_logprobs for event in events[first_said + 1 :])
+        first = next(index for index, event in enumerate(events) if event.token_ids)
+        assert not any(event.prompt_logprobs for event in events[first + 1 :])
         probs = torch.log_softmax(own_logits("llama", [request.prompt_ids])[0, :-1].double(), -1)
-        assert len(told) == len(probs) == len(request.prompt_ids) - 1
-        for distribution, token_id, one in zip(probs, request.prompt_ids[1:], told, strict=True):
+        assert len(reported) == len(probs) == len(request.prompt_ids) - 1
+        for distribution, token_id, one in zip(probs, request.prompt_ids[1:], reported, strict=True):
             assert (
                 one.rank == 1 + int((distribution > distribution[token_id] + 1e-4).sum())
                 or distribution.sub(distribution[token_id]).abs().sort().values[1] < 1e-3
@@ -63,7 +63,7 @@ def test_chunks_and_preemption_change_nothing():
     check(session)
 
 
-def told_again(plan, trees):
+def reported_again(plan, trees):
     """All of a chunk, fed for the first time or not."""
     rows = [
         replace(row, num_new_prompt_tokens=max(0, min(row.end, row.num_prompt_tokens) - row.context_len)) for row in plan.rows
@@ -89,13 +89,13 @@ _SCORED_BY = prompt_scores.scored_prompt_tokens
 @pytest.mark.parametrize(
     ("where", "mutant"),
     [
-        ("engine.engine.scored_prompt_tokens", told_again),
+        ("engine.engine.scored_prompt_tokens", reported_again),
         ("engine.engine.scored_prompt_tokens", after_the_token_itself),
         ("engine.engine.scored_prompt_tokens", trees_forgotten),
         ("engine.verify.prompt_logprobs.logprobs_of", first_place_for_all),
     ],
 )
-def test_scores_kill(where, mutant, monkeypatch):
+def test_scores_detect_mutants(where, mutant, monkeypatch):
     monkeypatch.setattr(where, mutant)
     with pytest.raises((AssertionError, IndexError)):  # an index: behind the last place there is none
         check(session_of())
@@ -112,28 +112,30 @@ def test_a_prompt_is_scored_without_generating() -> None:
     assert len(outcomes["beside"].ids) == 12
     for name in ("scored", "echoed"):
         assert (outcomes[name].ids, outcomes[name].finish) == ([], FinishReason.LENGTH)
-    told = [one for event in outcomes["scored"].events for one in event.prompt_logprobs]
+    reported = [one for event in outcomes["scored"].events for one in event.prompt_logprobs]
     distribution = torch.log_softmax(own_logits("llama", [prompt])[0, :-1].double(), -1)
-    assert [one.logprob for one in told] == pytest.approx([float(row[i]) for row, i in zip(distribution, prompt[1:])], abs=1e-4)
+    assert [one.logprob for one in reported] == pytest.approx(
+        [float(row[i]) for row, i in zip(distribution, prompt[1:])], abs=1e-4
+    )
 
 
-@pytest.mark.parametrize("num_told", [0, 3])
-def test_a_scored_prompt_is_resumed(num_told: int) -> None:
-    """Nothing was generated, and nothing is missing: a resumed request without tokens is no finished one."""
+@pytest.mark.parametrize("num_reported", [0, 3])
+def test_a_scored_prompt_is_resumed(num_reported: int) -> None:
+    """A resumed request without tokens is not finished, although it generates none."""
     request = Request("r", (5, 6, 7, 8, 9, 5), SamplingParams(max_tokens=0, num_prompt_logprobs=0))
-    resumed = replace(request, progress=Progress((), num_told))
-    told = [
+    resumed = replace(request, progress=Progress((), num_reported))
+    reported = [
         [one.logprob for event in run(tiny_engine(*pair("llama")), [each]).outcomes["r"].events for one in event.prompt_logprobs]
         for each in (request, resumed)
     ]
-    assert told[1] == pytest.approx(told[0][num_told:], abs=1e-4)
+    assert reported[1] == pytest.approx(reported[0][num_reported:], abs=1e-4)
 
 
 BROKEN = "specinfer"
 
 
 def with_a_broken_probs(engine: Engine) -> Engine:
-    """Return the engine with NaN in the last law of each chunk of one request's prompt, and nowhere else."""
+    """Return the engine with NaN in the last distribution of each chunk of one request's prompt only."""
     forward = engine.target.forward
 
     def broken(plan, trees, places=()):
@@ -162,12 +164,12 @@ def check_a_broken_distribution_ends_its_request_alone(config: SchedulerConfig) 
 
 
 @pytest.mark.parametrize("config", [CROWDED, SchedulerConfig(num_slots=2048, max_model_len=256)], ids=["chunks", "whole"])
-def test_a_broken_distribution_in_a_prompt_ends_its_request_alone(config):
-    """The bug: its log-probabilities were told as NaN, which JSON does not have."""
+def test_broken_prompt_distribution_fails_only_its_request(config):
+    """The bug: its log-probabilities were reported as NaN, which JSON does not have."""
     check_a_broken_distribution_ends_its_request_alone(config)
 
 
-def test_a_broken_distribution_that_nobody_looks_for_is_noticed(monkeypatch):
+def test_unrequested_broken_distribution_is_detected(monkeypatch):
     monkeypatch.setattr(prompt_scores, "are_valid", lambda logits_NV: [True] * len(logits_NV))
     with pytest.raises((AssertionError, ValueError)):
         check_a_broken_distribution_ends_its_request_alone(CROWDED)

@@ -16,15 +16,15 @@ from engine.verify.node_plans import NodeFamilies, NodePlan, TargetDraw
 from engine.verify.one_token import AcceptChosen, OneToken, SelectedDraw, Selection
 from engine.verify.selections import BestRanked
 from engine.verify.two_phase import PlannedForest
-from tests.enumeration import Law, TinyModel, batch_of, delayed_trees, set_and_sample_trees
+from tests.enumeration import Distribution, TinyModel, batch_of, delayed_trees, set_and_sample_trees
 from tests.model.verify.given import given_by
 from tests.model.verify.rules_under_test import EXACT, ON_DELAYED, RULES, stop_probs
 from tests.model.verify.test_verify_plans import PLANS, AcceptsAlways
 
-Formula = Callable[[Law, Law, int], float]
+Formula = Callable[[Distribution, Distribution, int], float]
 
 
-def optimum(target: Law, draft: Law, num_draws: int, mass: float = 1.0) -> float:
+def optimum(target: Distribution, draft: Distribution, num_draws: int, mass: float = 1.0) -> float:
     """Return alpha*(a) = min over H of a p(H) + 1 - q(H)^k, H a prefix of the tokens in falling q / p (arXiv 2502.18779)."""
     order = np.argsort(-draft / target)
     prefixes = [order[:size] for size in range(len(order) + 1)]
@@ -34,22 +34,22 @@ def optimum(target: Law, draft: Law, num_draws: int, mass: float = 1.0) -> float
 # Closed forms of P(some draft is accepted) for k i.i.d. draws.
 
 
-def one_draw(target: Law, draft: Law, num_draws: int) -> float:
+def one_draw(target: Distribution, draft: Distribution, num_draws: int) -> float:
     return float(np.minimum(target, draft).sum())
 
 
-def own_draw(target: Law, draft: Law, num_draws: int) -> float:
+def own_draw(target: Distribution, draft: Distribution, num_draws: int) -> float:
     """NSS: y ~ p is among the draws."""
     return float((target * (1.0 - (1.0 - draft) ** num_draws)).sum())
 
 
-def first_then_hit(target: Law, draft: Law, num_draws: int) -> float:
+def first_then_hit(target: Distribution, draft: Distribution, num_draws: int) -> float:
     """NaiveTree: the first, or a token of (p - q)+ that is among the others."""
     hit = 1.0 - (1.0 - draft) ** (num_draws - 1)
     return float((np.minimum(target, draft) + np.maximum(target - draft, 0.0) * hit).sum())
 
 
-def k_seq(target: Law, draft: Law, num_draws: int) -> float:
+def k_seq(target: Distribution, draft: Distribution, num_draws: int) -> float:
     """1 - (1 - beta)^k, beta = sum min(p / r, q), r where it equals r beta; by a fine grid, not by bisection."""
     divisors = np.linspace(1.0, num_draws, 20001)
     beta = np.minimum(target / divisors[:, None], draft).sum(-1)
@@ -57,7 +57,7 @@ def k_seq(target: Law, draft: Law, num_draws: int) -> float:
     return float(accepted[(accepted <= divisors * beta + 1e-15).argmax()])
 
 
-def in_rounds(target: Law, draft: Law, num_draws: int) -> float:
+def in_rounds(target: Distribution, draft: Distribution, num_draws: int) -> float:
     """SpecInfer, as Dynamic Delayed Tree Expansion (arXiv 2602.16994) writes it; its last residual holds no draft."""
     refused = 1.0
     for _ in range(num_draws):
@@ -79,7 +79,7 @@ FORMULAS: dict[str, Formula] = {
 
 @pytest.mark.parametrize("num_draws", [1, 2, 3])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_what_is_accepted_is_what_the_closed_form_says(name: str, num_draws: int) -> None:
+def test_acceptance_equals_the_closed_form(name: str, num_draws: int) -> None:
     for seed in range(5):
         model = TinyModel(4, seed)
         accepted = given_by(RULES[name].plan, model, delayed_trees(model, Expansion(0, num_draws, 1)), 1.0).to_children
@@ -95,7 +95,7 @@ def test_the_closed_form_of_another_rule_differs() -> None:
 
 
 @pytest.mark.parametrize("set_size", [0, 1, 2])
-def test_set_plus_sample_accepts_the_set_and_what_the_sample_overlaps(set_size: int) -> None:
+def test_set_plus_sample_accepts_set_and_overlap(set_size: int) -> None:
     """p(H) + sum min(p, q~) (arXiv 2502.18779)."""
     model = TinyModel(4, seed=1)
     target, draft = model.target(()), model.draft(())
@@ -108,7 +108,7 @@ def test_set_plus_sample_accepts_the_set_and_what_the_sample_overlaps(set_size: 
 
 @pytest.mark.parametrize("mass", [1.0, 0.7, 0.2])
 @pytest.mark.parametrize("num_draws", [1, 2, 3])
-def test_no_plan_accepts_more_than_the_optimum_and_one_draw_reaches_it(num_draws: int, mass: float) -> None:
+def test_one_draw_plan_reaches_the_optimum(num_draws: int, mass: float) -> None:
     for seed in range(10):
         model = TinyModel(4, seed)
         trees = delayed_trees(model, Expansion(0, num_draws, 1))
@@ -128,11 +128,11 @@ def is_optimal_for_one(plan: NodePlan, mass: float) -> bool:
     return not isinstance(plan, TargetDraw)
 
 
-# Choices: the law that is told is the law of what is chosen.
+# Choices: the reported distribution is the distribution of the choice.
 
 
-def chosen_probs(selection: Selection, model: TinyModel, num_draws: int) -> tuple[Law, Law]:
-    """Return the law of the chosen token, by enumeration of the draws and as the selection tells it."""
+def chosen_probs(selection: Selection, model: TinyModel, num_draws: int) -> tuple[Distribution, Distribution]:
+    """Return the distribution of the chosen token, by enumeration of the draws and as the selection reports it."""
     trees = delayed_trees(model, Expansion(0, num_draws, 1))
     batch = batch_of(model, trees)
     case = PlannedForest.of(batch.forest, batch.target_probs_NV, OneToken(AcceptChosen(selection)))
@@ -145,7 +145,7 @@ def chosen_probs(selection: Selection, model: TinyModel, num_draws: int) -> tupl
 
 
 class WorstRanked(BestRanked):
-    """Takes the worst-ranked draw and tells the law of the best."""
+    """Takes the worst-ranked draw and reports the distribution of the best."""
 
     def choose(self, trying: NodeFamilies) -> SelectedDraw:
         chance_AC = super().choose(trying).chance_AC
@@ -156,18 +156,18 @@ class WorstRanked(BestRanked):
 @pytest.mark.parametrize(
     "selection", [BestRanked(), Duels(2), Duels(3), Duels(4)], ids=["ranked", "duels-2", "duels-3", "duels-4"]
 )
-def test_the_distribution_of_the_chosen_draw_is_told(selection: Selection, num_draws: int) -> None:
+def test_distribution_of_the_chosen_draw_is_reported(selection: Selection, num_draws: int) -> None:
     for flavour in ("generic", "sparse", "equal"):
-        drawn, told = chosen_probs(selection, TinyModel(4, 3, flavour), num_draws)
-        assert told == pytest.approx(drawn, abs=EXACT)
-    drawn, told = chosen_probs(WorstRanked(), TinyModel(4, 3), num_draws)
-    assert np.abs(drawn - told).max() > 1e-2
+        drawn, reported = chosen_probs(selection, TinyModel(4, 3, flavour), num_draws)
+        assert reported == pytest.approx(drawn, abs=EXACT)
+    drawn, reported = chosen_probs(WorstRanked(), TinyModel(4, 3), num_draws)
+    assert np.abs(drawn - reported).max() > 1e-2
 
 
-# The yardstick: mean gap to the optimum over random pairs of laws.
+# The reference: mean gap to the optimum over random pairs of distributions.
 
 
-def accepted_of(plan: NodePlan, pairs: Sequence[tuple[Law, Law]], num_draws: int) -> Law:
+def accepted_of(plan: NodePlan, pairs: Sequence[tuple[Distribution, Distribution]], num_draws: int) -> Distribution:
     """Return what the plan accepts of each (target, draft) pair, over all draws."""
     outcomes = list(itertools.product(range(len(pairs[0][0])), repeat=num_draws))
     trees = [star(draws) for draws in outcomes] * len(pairs)
@@ -187,12 +187,12 @@ def star(draws: Sequence[int]) -> TokenTree:
     return TokenTree((-1, *[0] * len(kids)), (0, *kids), (tuple(1 + kids.index(x) for x in draws), *[()] * len(kids)))
 
 
-def random_pairs(count: int, vocab_size: int, seed: int) -> list[tuple[Law, Law]]:
+def random_pairs(count: int, vocab_size: int, seed: int) -> list[tuple[Distribution, Distribution]]:
     rng = np.random.default_rng(seed)
     return [(rng.dirichlet(np.ones(vocab_size)), rng.dirichlet(np.ones(vocab_size))) for _ in range(count)]
 
 
-def mean_gap(plan: NodePlan, pairs: Sequence[tuple[Law, Law]], num_draws: int) -> float:
+def mean_gap(plan: NodePlan, pairs: Sequence[tuple[Distribution, Distribution]], num_draws: int) -> float:
     best = np.array([optimum(target, draft, num_draws) for target, draft in pairs])
     return float((best - accepted_of(plan, pairs, num_draws)).mean())
 
@@ -200,8 +200,8 @@ def mean_gap(plan: NodePlan, pairs: Sequence[tuple[Law, Law]], num_draws: int) -
 PUBLISHED_GAPS = {"khisti": 0.0, "spectr": 0.035, "specinfer": 0.055, "naive_tree": 0.075, "nss": 0.239}
 
 
-def test_mean_gaps_to_the_optimum_are_those_that_are_known() -> None:
-    """Two draws of three tokens, 300 random pairs of laws; the known figures are of other random pairs."""
+def test_mean_gaps_to_optimum_match_known_values() -> None:
+    """Two draws of three tokens, 300 random pairs of distributions. The known figures are of other random pairs."""
     pairs = random_pairs(300, vocab_size=3, seed=0)
     gaps = {name: mean_gap(ON_DELAYED[name].plan, pairs, 2) for name in (*PUBLISHED_GAPS, "tournament")}
     for name, known in PUBLISHED_GAPS.items():
@@ -211,7 +211,7 @@ def test_mean_gaps_to_the_optimum_are_those_that_are_known() -> None:
     assert gaps["khisti"] < gaps["tournament"] < gaps["spectr"] < gaps["specinfer"] < gaps["naive_tree"] < gaps["nss"]
 
 
-def test_untruncated_duels_reach_the_optimum_of_two_draws_and_truncated_ones_do_not() -> None:
+def test_untruncated_duels_reach_the_two_draw_optimum() -> None:
     pairs = random_pairs(20, vocab_size=8, seed=1)
     gaps = [mean_gap(OneToken(AcceptChosen(Duels(size))), pairs, 2) for size in (1, 3, 5, 8)]
     assert gaps == sorted(gaps, reverse=True)
@@ -220,7 +220,7 @@ def test_untruncated_duels_reach_the_optimum_of_two_draws_and_truncated_ones_do_
 
 
 @pytest.mark.parametrize("mass", [0.9, 0.5, 0.05])
-def test_untruncated_duels_of_two_draws_are_the_optimum_for_any_mass(mass: float) -> None:
+def test_untruncated_duels_are_optimal_for_any_mass(mass: float) -> None:
     for seed in range(10):
         model = TinyModel(4, seed)
         best = optimum(model.target(()), model.draft(()), 2, mass)
@@ -228,7 +228,7 @@ def test_untruncated_duels_of_two_draws_are_the_optimum_for_any_mass(mass: float
         assert given_by(ON_DELAYED["khisti"].plan, model, trees, mass).to_children == pytest.approx(best, abs=EXACT)
 
 
-def test_too_few_rounds_of_the_solver_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_solver_rounds_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.verify.rebalance._ROUNDS_PER_NODE", 0)
     with pytest.raises(AssertionError):
-        test_untruncated_duels_reach_the_optimum_of_two_draws_and_truncated_ones_do_not()
+        test_untruncated_duels_reach_the_two_draw_optimum()

@@ -1,4 +1,4 @@
-"""The benchmark of verifiers runs and tells of each of them; times are not judged."""
+"""The benchmark of verifiers runs and reports each of them. Times are not judged."""
 
 import json
 import runpy
@@ -11,9 +11,7 @@ from engine.core.verifier_table import VERIFIER_NAMES
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "verify_cost.py"
 
 
-def test_the_benchmark_prints_a_table_and_a_line_of_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_benchmark_prints_table_and_json_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", [str(SCRIPT), "--vocab-size", "50", "--expansion", "1.3.2", "--repeats", "2"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     *table, last = capsys.readouterr().out.splitlines()

@@ -27,7 +27,7 @@ NUM_TOKENS = 12
 
 
 def any_tree(rng: random.Random) -> DrawnTree:
-    """Return a random tree of up to ten nodes grown by no law at all."""
+    """Return a random tree of up to ten nodes, grown without any distribution."""
     builder = TreeBuilder()
     contexts: list[Context] = [()]
     for _ in range(rng.randrange(10)):
@@ -68,7 +68,7 @@ def by_probs(forest: Forest, probs_NV: torch.Tensor, keys: list[StepKey]) -> lis
 
 
 def by_library(forest: Forest, probs_NV: torch.Tensor, keys: list[StepKey]) -> list[Verdict]:
-    """Judge logits of these laws, at a temperature that they are made for; rows lie among others."""
+    """Judge the logits of these distributions, at a temperature that they are made for. The rows are among others."""
     rows, temperatures = range(1, 2 * len(probs_NV), 2), [0.5 + b % 3 for b in range(len(forest.trees))]
     logits_NV = torch.full((2 * len(probs_NV), probs_NV.shape[1]), math.nan)
     of_tree = torch.tensor([t for t, tree in zip(temperatures, forest.trees) for _ in range(tree.num_nodes)])
@@ -90,14 +90,14 @@ def speculative_text(model: TinyModel, seed: int, rng: random.Random, judge: Jud
 
 @pytest.mark.parametrize("judge", WAYS)
 @pytest.mark.parametrize("flavour", ["generic", "sparse", "peaked"])
-def test_any_trees_give_the_text_of_plain_decoding(flavour: str, judge: Judging) -> None:
+def test_any_tree_gives_the_plain_decoding_tokens(flavour: str, judge: Judging) -> None:
     for seed in range(25):
         model = TinyModel(VOCAB, seed, flavour)
         assert speculative_text(model, seed, random.Random(seed), judge) == plain_text(model, seed)
 
 
 @needs_library
-def test_many_trees_at_once_are_judged_as_by_distributions() -> None:
+def test_batched_trees_are_judged_as_by_distributions() -> None:
     rng = random.Random(3)
     model = TinyModel(VOCAB, 3)
     batch = batch_of(model, [any_tree(rng) for _ in range(40)])
@@ -108,7 +108,7 @@ def test_many_trees_at_once_are_judged_as_by_distributions() -> None:
 
 
 @pytest.mark.parametrize("judge", WAYS)
-def test_a_tree_with_a_distribution_that_is_none_on_its_path_is_named(judge: Judging) -> None:
+def test_invalid_distribution_on_path_names_its_tree(judge: Judging) -> None:
     rng = random.Random(4)
     batch = batch_of(TinyModel(VOCAB, 4), [any_tree(rng) for _ in range(12)])
     keys = [StepKey(seed, 1) for seed in range(12)]
@@ -129,11 +129,11 @@ def test_noise_of_another_position_is_noticed(shift, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: right(key, 0 if shift == "root" else depth + shift))
     for judge in (by_probs, by_library) if library.is_available() else (by_probs,):
         with pytest.raises(AssertionError):
-            test_any_trees_give_the_text_of_plain_decoding("generic", judge)
+            test_any_tree_gives_the_plain_decoding_tokens("generic", judge)
 
 
 def surprise_of_pairs(model: TinyModel, num_seeds: int) -> float:
-    """Return how far the counts of the first two tokens of a two-node path are from their law, in standard deviations."""
+    """Return how far the counts of a two-node path's first two tokens are from their distribution, in standard deviations."""
     likeliest = int(np.argmax(model.target(())))
     drawn = DrawnTree(TokenTree((-1, 0), (0, likeliest), ((1,), ())), ((), (likeliest,)), 1.0)
     batch = batch_of(model, [drawn])
@@ -148,7 +148,7 @@ def surprise_of_pairs(model: TinyModel, num_seeds: int) -> float:
 
 
 def test_tokens_at_two_depths_are_independent_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No equality of texts can see noise that is reused at the next position; the joint law can."""
+    """Equal sequences cannot reveal noise that is reused at the next position. The joint distribution can."""
     model = TinyModel(VOCAB, seed=2)
     assert surprise_of_pairs(model, 3000) < 5.0
     right = coupled._noise_key
@@ -173,12 +173,12 @@ def plain_greedy_text(model: TinyModel) -> Context:
 
 
 @given(st.integers(0, 10_000))
-def test_greedy_text_is_the_plain_arg_max_text(seed: int) -> None:
+def test_greedy_tokens_equal_plain_argmax(seed: int) -> None:
     model = TinyModel(VOCAB, seed % 50)
     assert greedy_text(model, random.Random(seed)) == plain_greedy_text(model)
 
 
-def test_a_bonus_token_taken_from_the_root_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bonus_token_from_root_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def follow_with_root_bonus(tree: TokenTree, choices: list[int]) -> Verdict:
         return Verdict(follow(tree, choices).path, choices[0])
 
@@ -187,7 +187,7 @@ def test_a_bonus_token_taken_from_the_root_is_noticed(monkeypatch: pytest.Monkey
     assert any(greedy_text(model, random.Random(0)) != plain_greedy_text(model) for model in models)
 
 
-def test_greedy_reads_each_tree_of_a_forest_by_its_own_choices() -> None:
+def test_greedy_reads_trees_by_their_own_choices() -> None:
     chain = TokenTree((-1, 0, 1), (9, 5, 6), ((1,), (2,), ()))
     verdicts = judge_greedy([TokenTree.single(1), chain, chain], [7, 5, 6, 8, 5, 4, 3])
     assert verdicts == [Verdict((0,), 7, 1.0), Verdict((0, 1, 2), 8, 3.0), Verdict((0, 1), 4, 2.0)]

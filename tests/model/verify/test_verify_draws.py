@@ -1,4 +1,4 @@
-"""Phase 2: what is drawn follows the masses, each draw has its own randomness, and no tree depends on another."""
+"""Phase 2: draws follow the masses, each draw has its own randomness, and no tree depends on another."""
 
 import math
 from bisect import bisect_left
@@ -55,7 +55,7 @@ def chi_square(counts: Tensor, distribution: Tensor) -> float:
 
 
 def joint_surprise(rule: TwoPhase, batch: Batch, keys: Sequence[StepKey]) -> float:
-    """Return how far the joint counts of (last node, extra token) are from the exact joint law."""
+    """Return how far the joint counts of (last node, extra token) are from the exact joint distribution."""
     outcomes = outcomes_of(rule, batch)
     counts = torch.zeros_like(outcomes.extra_NV)
     for verdict in verdicts_of(rule, batch, keys):
@@ -64,11 +64,11 @@ def joint_surprise(rule: TwoPhase, batch: Batch, keys: Sequence[StepKey]) -> flo
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_nodes_and_extra_tokens_are_drawn_as_the_masses_say(rule: TwoPhase) -> None:
+def test_nodes_and_extra_tokens_follow_the_masses(rule: TwoPhase) -> None:
     assert joint_surprise(rule, one_tree(), [StepKey(seed, 10) for seed in range(NUM_SEEDS)]) < UNSURPRISING
 
 
-def test_one_uniform_for_acceptance_and_extra_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_acceptance_uniform_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_phase, "stream_key", lambda seed, position, stream: stream_key(seed, position, Stream.ACCEPT))
     assert joint_surprise(TRAVERSAL, one_tree(), [StepKey(seed, 10) for seed in range(NUM_SEEDS)]) > NOTICED
 
@@ -91,7 +91,7 @@ def test_draws_at_two_positions_are_independent(monkeypatch: pytest.MonkeyPatch)
 
 
 def first_token_surprise() -> float:
-    """Draft one token by the DRAFT stream as a drafter does, verify, and compare the law of the first token with p."""
+    """Draft one token by the DRAFT stream as a drafter does, verify it, and compare the first token's distribution with p."""
     model = TinyModel(3, seed=8)
     target, draft = torch.tensor(model.target(())), torch.tensor(model.draft(()))
     keys = [StepKey(seed, 3) for seed in range(NUM_SEEDS)]
@@ -107,7 +107,7 @@ def first_token_surprise() -> float:
 
 
 @pytest.mark.parametrize("reused", [Stream.ACCEPT, Stream.EXTRA])
-def test_draft_noise_reused_by_the_verifier_is_noticed(reused: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_noise_reused_by_verifier_is_detected(reused: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     """A public server drew its residual with the noise that had drawn the draft and was off by 3 points."""
     assert first_token_surprise() < UNSURPRISING
 
@@ -131,7 +131,7 @@ def alone(name: str, batch: Batch, keys: Sequence[StepKey], b: int) -> Verdict:
 
 
 @pytest.mark.parametrize("name", VERIFIER_NAMES)
-def test_a_verdict_does_not_depend_on_batch_mates(name: str) -> None:
+def test_verdict_is_independent_of_batch_mates(name: str) -> None:
     batch = several_trees()
     for seed in range(12):
         keys = [StepKey(seed, 7 * b) for b in range(len(batch.trees))]
@@ -139,16 +139,16 @@ def test_a_verdict_does_not_depend_on_batch_mates(name: str) -> None:
         assert together == [alone(name, batch, keys, b) for b in range(len(batch.trees))]
 
 
-def test_randomness_numbered_by_place_in_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_randomness_by_batch_index_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_place(keys: Sequence[StepKey], stream: Stream) -> list[float]:
         return uniforms([stream_key(keys[0].seed, 0, stream)], len(keys))[0].tolist()
 
     monkeypatch.setattr(two_phase, "_uniforms", by_place)
     with pytest.raises(AssertionError):
-        test_a_verdict_does_not_depend_on_batch_mates("traversal")
+        test_verdict_is_independent_of_batch_mates("traversal")
 
 
-def test_levels_of_many_nodes_are_split_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_levels_are_split_without_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = several_trees()
     keys = [StepKey(1, 7 * b) for b in range(len(batch.trees))]
     whole = TRAVERSAL.judge(batch.forest, batch.target_probs_NV, keys)
@@ -157,7 +157,7 @@ def test_levels_of_many_nodes_are_split_without_a_trace(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_expected_tokens_are_those_of_the_distribution_of_where_paths_end(rule: TwoPhase) -> None:
+def test_expected_tokens_follow_the_end_distribution(rule: TwoPhase) -> None:
     batch = one_tree()
     verdicts = verdicts_of(rule, batch, [StepKey(seed, 0) for seed in range(NUM_SEEDS)])
     expected = verdicts[0].expected_tokens
@@ -177,7 +177,7 @@ def naive_draw(weights_MV: Tensor, uniforms_M: Tensor) -> Tensor:
     st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.3, 1.0]), min_size=1, max_size=8).filter(lambda weights: sum(weights) > 0.0),
     st.sampled_from([0.0, 2.0**-60, 0.25, 0.5, 1.0 - 2.0**-53, 1.0]),
 )
-def test_an_index_of_weight_zero_is_never_drawn(weights: list[float], u: float) -> None:
+def test_index_of_weight_zero_is_never_drawn(weights: list[float], u: float) -> None:
     index = int(draw(torch.tensor([weights]), torch.tensor([u], dtype=torch.float64)))
     assert weights[index] > 0.0
 
@@ -186,15 +186,15 @@ weight_lists = st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.3, 1.0]), min_
 
 
 @given(weight_lists, st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.0, 0.25, 0.5, 1.0 - 2.0**-53, 1.0])))
-def test_a_draw_on_the_host_is_that_of_the_device(weights: list[float], u: float) -> None:
+def test_host_draw_equals_device_draw(weights: list[float], u: float) -> None:
     one = torch.tensor([u], dtype=torch.float64)
     assert draw_one(weights, u) == int(draw(torch.tensor([weights], dtype=torch.float64), one))
 
 
-def test_a_draw_on_the_host_from_the_left_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftmost_host_draw_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_phase, "bisect_right", bisect_left)
     with pytest.raises(AssertionError):
-        test_a_draw_on_the_host_is_that_of_the_device()
+        test_host_draw_equals_device_draw()
 
 
 def test_the_naive_inverse_does_draw_weight_zero() -> None:

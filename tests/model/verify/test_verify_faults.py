@@ -22,7 +22,7 @@ from tests.model.verify.rules_under_test import READS_DRAFT, RULES, TRAVERSAL, o
 
 
 class UniformFallback(PlannedForest):
-    """The mutant that answers an empty residual with a uniform law."""
+    """The mutant that answers an empty residual with a uniform distribution."""
 
     def extra_weights(self, level: TreeLevel, prefix_P: Tensor) -> Tensor:
         weights_MV = self.plan.residual(self.families(level, prefix_P))
@@ -36,7 +36,7 @@ def drawable_after_root(case: PlannedForest) -> list[int]:
 
 
 @pytest.mark.parametrize("name", READS_DRAFT)
-def test_an_empty_residual_falls_back_to_the_target_never_to_uniform(name: str) -> None:
+def test_empty_residual_uses_target_never_uniform(name: str) -> None:
     """With p = q the first child is taken for certain, so S = 0; token 2 has probability 0 and must stay impossible."""
     distribution = np.array([0.25, 0.75, 0.0])
     model = TinyModel(3, seed=0)
@@ -47,7 +47,7 @@ def test_an_empty_residual_falls_back_to_the_target_never_to_uniform(name: str) 
     assert drawable_after_root(UniformFallback.of(batch.forest, batch.target_probs_NV, plan)) == [0, 1, 2]
 
 
-def test_float32_distributions_give_the_masses_of_float64_even_after_a_near_certain_draft() -> None:
+def test_float32_masses_equal_float64_after_certain_draft() -> None:
     """Renormalising by 1 - q(x) would divide by 0 here: q(x) rounds to 1 in float32."""
     draft, target = np.array([1.0 - 3e-9, 2e-9, 1e-9]), np.array([0.2, 0.5, 0.3])
     model = TinyModel(3, seed=0)
@@ -61,7 +61,7 @@ def test_float32_distributions_give_the_masses_of_float64_even_after_a_near_cert
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_makes_of_float32_distributions_what_it_makes_of_float64(name: str) -> None:
+def test_rules_agree_between_float32_and_float64(name: str) -> None:
     model = TinyModel(4, seed=1)
     trees = delayed_trees(model, Expansion(1, 2, 1))
     single, double = (outcomes_of(RULES[name], batch_of(model, trees, dtype)) for dtype in (torch.float32, torch.float64))
@@ -73,7 +73,7 @@ def test_every_rule_makes_of_float32_distributions_what_it_makes_of_float64(name
 
 
 @pytest.mark.parametrize("name", ["tournament", "gbv", "khisti"])
-def test_a_draw_whose_chance_to_be_chosen_rounds_to_zero_is_refused(name: str) -> None:
+def test_draw_with_zero_rounded_chance_is_refused(name: str) -> None:
     """s = 0 in float32 and p = 0: the ratio is NaN, which must not reach the masses."""
     draft, target = torch.tensor([[0.5, 0.5, 1e-30]]), torch.tensor([[0.25, 0.75, 0.0]])
     forest = Forest((TokenTree((-1, 0), (0, 2), ((1, 1), ())),), draft, ((0, None),))
@@ -86,7 +86,7 @@ def test_a_draw_whose_chance_to_be_chosen_rounds_to_zero_is_refused(name: str) -
 def test_a_ratio_left_undefined_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "nan_to_num", lambda self, nan=0.0: self)
     with pytest.raises(IndexError):  # no node could be drawn
-        test_a_draw_whose_chance_to_be_chosen_rounds_to_zero_is_refused("tournament")
+        test_draw_with_zero_rounded_chance_is_refused("tournament")
 
 
 def two_trees() -> Batch:
@@ -105,7 +105,7 @@ def test_sound_distributions_are_judged(name: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", VERIFIER_NAMES)
-def test_a_target_distribution_that_is_not_finite_names_its_tree(name: str, value: float) -> None:
+def test_infinite_target_distribution_names_its_tree(name: str, value: float) -> None:
     batch = two_trees()
     batch.target_probs_NV[batch.forest.offsets[1], 2] = value
     with pytest.raises(NonFiniteDistributionError, match="trees 1 of") as caught:
@@ -114,7 +114,7 @@ def test_a_target_distribution_that_is_not_finite_names_its_tree(name: str, valu
 
 
 @pytest.mark.parametrize("name", READS_DRAFT)
-def test_a_draft_distribution_that_is_not_finite_names_its_tree(name: str) -> None:
+def test_infinite_draft_distribution_names_its_tree(name: str) -> None:
     batch = two_trees()
     batch.forest.draft_probs_RV[0, 2] = float("nan")
     with pytest.raises(NonFiniteDistributionError) as caught:
@@ -125,7 +125,7 @@ def test_a_draft_distribution_that_is_not_finite_names_its_tree(name: str) -> No
 
 
 @pytest.mark.parametrize("name", READS_DRAFT)
-def test_a_drafted_token_of_draft_probability_zero_names_its_tree(name: str) -> None:
+def test_drafted_token_of_probability_zero_names_tree(name: str) -> None:
     batch = two_trees()
     tree = batch.forest.trees[1]
     row = batch.forest.probs_rows[1][0]
@@ -146,7 +146,7 @@ def test_children_without_a_draft_distribution_are_refused(name: str) -> None:
     judge("nss", replace(batch, forest=lawless))
 
 
-def test_every_distribution_error_is_a_value_error_with_trees() -> None:
+def test_distribution_errors_are_value_errors_with_trees() -> None:
     assert issubclass(InvalidDistributionError, ValueError)
     assert all(issubclass(error, InvalidDistributionError) for error in (NonFiniteDistributionError, ImpossibleDraftError))
 
@@ -158,7 +158,7 @@ def test_a_missing_target_distribution_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", VERIFIER_NAMES)
-def test_a_forest_that_drafted_nothing_is_plain_decoding(name: str) -> None:
+def test_undrafted_forest_is_plain_decoding(name: str) -> None:
     distribution = torch.tensor([[0.0, 1.0, 0.0]])
     forest = Forest((TokenTree.single(7),), torch.empty((0, 3)), ((None,),))
     verdict = create_verifier(name).judge(forest, distribution, [StepKey(3, 5)])[0]

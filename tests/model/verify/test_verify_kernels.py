@@ -69,7 +69,7 @@ def test_levels_of_few_nodes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
         test_kernels_do_not_grow_with_the_trees("traversal", CHAIN)
 
 
-def test_a_chain_of_two_is_judged_in_few_kernels() -> None:
+def test_two_node_chain_needs_few_kernels() -> None:
     assert kernels_of(TRAVERSAL, one_tree(CHAIN), 1) <= MOST_OF_A_CHAIN
 
 
@@ -93,7 +93,7 @@ def _noted(method: Callable[..., object], waits: list[Tensor]) -> Callable[..., 
 
 @pytest.mark.parametrize("name", ["traversal", "specinfer", "naive", "nss", "tournament"])
 def test_the_host_waits_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the odds of where paths end, laws that make no sense included, and for the extra tokens."""
+    """For the odds of path ends, including invalid distributions, and for the extra tokens."""
     batch = one_tree(BRANCHES)
     assert waits_of(lambda: judge(RULES[name], batch, 6), monkeypatch) == 2
 

@@ -27,7 +27,7 @@ def expansion(text: str) -> Expansion:
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("shape", EXPANSIONS)
-def test_every_rule_keeps_the_distribution_on_delayed_trees(shape: str, flavour: str) -> None:
+def test_rules_keep_distribution_on_delayed_trees(shape: str, flavour: str) -> None:
     model = TinyModel(3, seed=len(shape) + 17, flavour=flavour)
     trees = delayed_trees(model, expansion(shape))
     assert sum(drawn.probability for drawn in trees) == pytest.approx(1.0, abs=EXACT)
@@ -36,7 +36,7 @@ def test_every_rule_keeps_the_distribution_on_delayed_trees(shape: str, flavour:
 
 
 @pytest.mark.parametrize("shape", ["0.3.1", "0.2.2", "1.3.1"])
-def test_every_rule_keeps_the_distribution_over_four_tokens(shape: str) -> None:
+def test_rules_keep_distribution_over_four_tokens(shape: str) -> None:
     model = TinyModel(4, seed=5)
     for rule in ON_DELAYED.values():
         assert loss_of(rule, model, delayed_trees(model, expansion(shape))) < EXACT, rule.name
@@ -59,7 +59,7 @@ def trees_of(kind: TreeKind, model: TinyModel) -> list[list[DrawnTree]]:
 
 @pytest.mark.parametrize("kind", [kind for kind in TreeKind if kind is not TreeKind.SHARED_NOISE])
 @pytest.mark.parametrize("name", RULES)
-def test_the_table_of_exact_pairs_is_what_enumeration_finds(name: str, kind: TreeKind) -> None:
+def test_exact_pairs_table_equals_enumeration(name: str, kind: TreeKind) -> None:
     """Both ways: an admitted pair loses nothing, a refused one is lossy (each refused pair is its own mutant)."""
     losses = [loss_of(RULES[name], model, trees) for model in map(_generic, range(3)) for trees in trees_of(kind, model)]
     if is_exact(kind, name):
@@ -82,7 +82,7 @@ def test_distributions_with_zeros_and_peaks_change_nothing(kind: TreeKind, flavo
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (1, 1)])
-def test_set_plus_sample_keeps_the_distribution_over_four_tokens(sizes: tuple[int, ...]) -> None:
+def test_set_plus_sample_keeps_four_token_distribution(sizes: tuple[int, ...]) -> None:
     model = TinyModel(4, seed=5)
     for name in ("hu", "univer"):
         assert loss_of(RULES[name], model, set_and_sample_trees(model, sizes)) < EXACT

@@ -46,7 +46,7 @@ from tests.model.verify.rules_under_test import (
 )
 
 
-class KeepsRefusedInDraftLaw(WithoutReplacement):
+class KeepsRefusedInDraft(WithoutReplacement):
     """Duplicates merged but q not zeroed; top-down it is SpecInfer without multiplicity."""
 
     def split(self, families: NodeFamilies) -> AcceptanceSplit:
@@ -57,9 +57,9 @@ class KeepsRefusedInDraftLaw(WithoutReplacement):
 
 
 @pytest.mark.parametrize("direction", [BottomUp(), TopDown()], ids=["q-not-zeroed", "no-multiplicity"])
-def test_merged_duplicates_against_an_unchanged_draft_distribution_are_noticed(direction) -> None:
+def test_merged_duplicates_with_unchanged_draft_are_detected(direction) -> None:
     model = TinyModel(3, seed=1)
-    assert loss_of(rule_of(KeepsRefusedInDraftLaw(), direction), model, delayed_trees(model, Expansion(0, 3, 1))) > 1e-4
+    assert loss_of(rule_of(KeepsRefusedInDraft(), direction), model, delayed_trees(model, Expansion(0, 3, 1))) > 1e-4
 
 
 class UnscaledResidual(WithoutReplacement):
@@ -95,7 +95,7 @@ def running_caps(ratios: list[float]) -> list[float]:
 
 
 def joint_caps(ratios: list[float]) -> list[float]:
-    """What a public hierarchical rule (arXiv 2601.05724) takes for them: the joint ratio, capped at each prefix anew."""
+    """The masses of a public hierarchical rule (arXiv 2601.05724): the joint ratio, capped at each prefix."""
     return [min(1.0, joint) for joint in accumulate(ratios, operator.mul, initial=1.0)]
 
 
@@ -114,7 +114,7 @@ def path_loss(model: TinyModel, length: int, caps: Callable[[list[float]], list[
     return loss(model, emitted_probs(model, batch, torch.tensor(stops), torch.tensor(np.stack(extras))))
 
 
-def test_a_joint_ratio_in_place_of_the_running_mass_is_noticed() -> None:
+def test_joint_ratio_instead_of_mass_is_detected() -> None:
     model = TinyModel(3, seed=1)
     assert path_loss(model, 3, running_caps) < EXACT
     assert path_loss(model, 3, joint_caps) > 1e-3
@@ -152,7 +152,7 @@ class DivisorTooLarge(KSeq):
         return 1.0 + 1.5 * (super()._divisor(*probs_and_draws) - 1.0)
 
 
-def test_a_small_divisor_is_lossy_and_a_large_one_is_not() -> None:
+def test_small_divisor_is_lossy_large_is_not() -> None:
     model = TinyModel(3, seed=0)
     trees = delayed_trees(model, Expansion(0, 3, 1))
     assert loss_of(rule_of(OneToken(KSeq()), TopDown()), model, trees) < EXACT
@@ -160,8 +160,8 @@ def test_a_small_divisor_is_lossy_and_a_large_one_is_not() -> None:
     assert loss_of(rule_of(OneToken(DivisorTooSmall()), TopDown()), model, trees) > 1e-3
 
 
-class TellsDraftLaw:
-    """Chooses as another selection does and says that the chosen token has the draft law."""
+class ReportsDraftProbs:
+    """Chooses as another selection does and reports the draft distribution for the chosen token."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
@@ -171,11 +171,11 @@ class TellsDraftLaw:
 
 
 @pytest.mark.parametrize("selection", [BestRanked(), Duels()], ids=["tournament", "khisti"])
-def test_a_choice_whose_distribution_is_not_told_is_noticed(selection: Selection) -> None:
+def test_unreported_choice_distribution_is_detected(selection: Selection) -> None:
     model = TinyModel(4, seed=0)
     trees = delayed_trees(model, Expansion(0, 3, 1))
     assert loss_of(rule_of(OneToken(AcceptChosen(selection)), TopDown()), model, trees) < EXACT
-    assert loss_of(rule_of(OneToken(AcceptChosen(TellsDraftLaw(selection))), TopDown()), model, trees) > 1e-2
+    assert loss_of(rule_of(OneToken(AcceptChosen(ReportsDraftProbs(selection))), TopDown()), model, trees) > 1e-2
 
 
 class SharesEveryDraw(OneToken):
@@ -186,13 +186,13 @@ class SharesEveryDraw(OneToken):
         return split_by_shares(named_MC, 1.0 - families.mass_M)
 
 
-def test_a_token_shared_as_often_as_drawn_is_noticed() -> None:
+def test_token_shared_per_draw_is_detected() -> None:
     model = TinyModel(3, seed=0)
     trees = delayed_trees(model, Expansion(0, 2, 1))
     assert loss_of(rule_of(SharesEveryDraw(AcceptChosen(FirstDraw())), TopDown()), model, trees) > 1e-2
 
 
-def test_a_draft_distribution_that_keeps_the_fixed_set_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_distribution_with_fixed_set_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TinyModel(3, seed=0)
     trees = set_and_sample_trees(model, (1, 1))
     assert loss_of(UNIVER, model, trees) < EXACT
@@ -201,7 +201,7 @@ def test_a_draft_distribution_that_keeps_the_fixed_set_is_noticed(monkeypatch: p
 
 
 @pytest.mark.parametrize("rule", ON_DELAYED.values(), ids=ON_DELAYED)
-def test_a_bonus_token_taken_from_the_root_is_noticed(rule: TwoPhase) -> None:
+def test_bonus_token_from_root_is_detected(rule: TwoPhase) -> None:
     model = TinyModel(3, seed=3)
     batch = batch_of(model, delayed_trees(model, Expansion(1, 2, 1)))
     outcomes = outcomes_of(rule, batch)

@@ -11,7 +11,7 @@ import torch
 from engine.core.tree import Expansion
 from engine.verify.directions import BottomUp, TopDown
 from engine.verify.node_plans import AcceptanceSplit, NodeFamilies, NodePlan, WithReplacement
-from tests.enumeration import DrawnTree, Law, TinyModel, batch_of, delayed_trees
+from tests.enumeration import Distribution, DrawnTree, TinyModel, batch_of, delayed_trees
 from tests.model.verify.given import given_by
 from tests.model.verify.rules_under_test import BLOCK, EXACT, ON_DELAYED, RULES, TRAVERSAL, outcomes_of, rule_of
 
@@ -28,7 +28,7 @@ class AcceptsAlways(WithReplacement):
 @pytest.mark.parametrize("mass", [1.0, 0.9, 0.5, 0.01])
 @pytest.mark.parametrize("num_draws", [1, 2, 3])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: type(plan).__name__)
-def test_a_plan_gives_each_token_its_share_of_the_mass(plan: NodePlan, num_draws: int, mass: float) -> None:
+def test_plan_shares_the_mass_between_tokens(plan: NodePlan, num_draws: int, mass: float) -> None:
     for flavour in ("generic", "sparse", "equal"):
         model = TinyModel(4, seed=num_draws, flavour=flavour)
         trees = delayed_trees(model, Expansion(0, num_draws, 1))
@@ -36,13 +36,13 @@ def test_a_plan_gives_each_token_its_share_of_the_mass(plan: NodePlan, num_draws
         assert given == pytest.approx(mass * model.target(()), abs=EXACT)
 
 
-def test_a_plan_that_takes_every_draft_gives_wrong_shares() -> None:
+def test_plan_accepting_all_drafts_gives_wrong_shares() -> None:
     model = TinyModel(4, seed=1)
     given = given_by(AcceptsAlways(), model, delayed_trees(model, Expansion(0, 1, 1)), 1.0).to_tokens
     assert np.abs(given - model.target(())).max() > 1e-2
 
 
-# The recursion V(A, a) of the theorem with explicit loops, and the law of the node at which it ends.
+# The recursion V(A, a) of the theorem with explicit loops, and the distribution of the node at which it ends.
 
 
 class Shares(NamedTuple):
@@ -52,11 +52,11 @@ class Shares(NamedTuple):
     none: float
 
 
-Pi = Callable[[Law, Law, list[int], float], Shares]
+Pi = Callable[[Distribution, Distribution, list[int], float], Shares]
 
 
 def in_order(removes: bool) -> Pi:
-    def shares(target: Law, draft: Law, tokens: list[int], mass: float) -> Shares:
+    def shares(target: Distribution, draft: Distribution, tokens: list[int], mass: float) -> Shares:
         left, result = 1.0, []
         for token_id in tokens:
             odds = min(1.0, mass * target[token_id] / draft[token_id])
@@ -74,11 +74,11 @@ def in_order(removes: bool) -> Pi:
     return shares
 
 
-def own_share(target: Law, draft: Law, tokens: list[int], mass: float) -> Shares:
+def own_share(target: Distribution, draft: Distribution, tokens: list[int], mass: float) -> Shares:
     return Shares([mass * target[token_id] for token_id in tokens], 1.0 - mass)
 
 
-def first_or_rest(target: Law, draft: Law, tokens: list[int], mass: float) -> Shares:
+def first_or_rest(target: Distribution, draft: Distribution, tokens: list[int], mass: float) -> Shares:
     """NaiveTree: the first draw, or a token of (p - q)+, which may be another draw."""
     taken = min(1.0, target[tokens[0]] / draft[tokens[0]])
     rest = np.maximum(target - draft, 0.0)
@@ -87,7 +87,7 @@ def first_or_rest(target: Law, draft: Law, tokens: list[int], mass: float) -> Sh
     return Shares([0.0 if x in tokens[:i] else mass * named[x] for i, x in enumerate(tokens)], 1.0 - mass)
 
 
-def set_or_last(target: Law, draft: Law, tokens: list[int], mass: float) -> Shares:
+def set_or_last(target: Distribution, draft: Distribution, tokens: list[int], mass: float) -> Shares:
     """The last child is a sample of q off the others."""
     *fixed, sample = tokens
     off_set = draft.copy()
@@ -100,7 +100,7 @@ def set_or_last(target: Law, draft: Law, tokens: list[int], mass: float) -> Shar
 
 
 def recursion(model: TinyModel, drawn: DrawnTree, pi: Pi, tries, node: int, mass: float, is_top_down: bool) -> dict[int, float]:
-    """Return P(path ends at v) for V(node, mass); what is missing to 1 is the probability of rejection."""
+    """Return P(path ends at v) for V(node, mass). The remainder to 1 is the probability of rejection."""
     context, children = drawn.contexts[node], list(tries[node])
     tokens = [drawn.tree.token_ids[child] for child in children]
     shares = pi(model.target(context), model.draft(context), tokens, mass) if tokens else Shares([], 1.0 - mass)
@@ -152,7 +152,7 @@ def test_the_recursion_of_another_direction_ends_elsewhere() -> None:
     assert (bottom_up - top_down).abs().max() > 1e-2
 
 
-def test_one_path_is_block_verification_as_its_paper_writes_it() -> None:
+def test_one_path_equals_published_block_verification() -> None:
     """arXiv 2403.10444: h_i = S_i / (S_i + 1 - w_i), h_n = w_n; the largest i with u_i <= h_i is kept."""
     model = TinyModel(4, seed=9)
     batch = batch_of(model, delayed_trees(model, Expansion(3, 1, 0)))
@@ -178,7 +178,7 @@ def efficiencies(model: TinyModel, shape: Expansion) -> dict[str, float]:
     return {name: float((outcomes_of(rule, batch).stop_N * weights * (depths + 1)).sum()) for name, rule in ON_DELAYED.items()}
 
 
-def test_on_one_path_nothing_commits_more_than_block_verification() -> None:
+def test_block_verification_is_best_on_one_path() -> None:
     for seed in range(5):
         efficiency = efficiencies(TinyModel(3, seed), Expansion(3, 1, 0))
         assert efficiency["block"] == pytest.approx(efficiency["traversal"], abs=EXACT)
@@ -186,7 +186,7 @@ def test_on_one_path_nothing_commits_more_than_block_verification() -> None:
         assert efficiency["block"] > efficiency["naive"] + 1e-3
 
 
-def test_passing_the_mass_on_commits_more_than_holding_it() -> None:
+def test_passed_mass_commits_more_than_kept_mass() -> None:
     """For the same plan bottom-up beats top-down, on every model tried."""
     for seed, shape in itertools.product(range(3), [Expansion(1, 2, 2), Expansion(0, 2, 2)]):
         efficiency = efficiencies(TinyModel(3, seed), shape)
@@ -194,8 +194,8 @@ def test_passing_the_mass_on_commits_more_than_holding_it() -> None:
             assert efficiency[bottom_up] > efficiency[top_down]
 
 
-def test_rules_of_one_path_gain_nothing_from_branches() -> None:
-    """Only what is drafted on the first path counts: a trunk of 1 and branches of 2 are a path of 3."""
+def test_one_path_rules_ignore_branches() -> None:
+    """Only drafts on the first path count: a trunk of 1 and branches of 2 are a path of 3."""
     model = TinyModel(3, seed=3)
     branched, path = efficiencies(model, Expansion(1, 2, 2)), efficiencies(model, Expansion(3, 1, 0))
     for name in ("naive", "block"):

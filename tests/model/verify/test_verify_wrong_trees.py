@@ -58,7 +58,7 @@ def worse_path_pruned(model: TinyModel) -> object:
 
 
 @pytest.mark.parametrize("mutation", [by_token_id, by_draft_probability, worse_path_pruned])
-def test_siblings_rearranged_or_pruned_by_value_are_noticed(mutation) -> None:
+def test_value_ordered_or_pruned_siblings_are_detected(mutation) -> None:
     model = TinyModel(3, seed=0)
     trees = delayed_trees(model, Expansion(0, 2, 1))
     assert loss_of(TRAVERSAL, model, [rebuilt(model, drawn, lambda context, ids: ids) for drawn in trees]) < EXACT
@@ -78,7 +78,7 @@ def sample_dropped(model: TinyModel, is_dropped) -> float:
     return loss(model, torch.stack(probs).sum(0).numpy())
 
 
-def test_a_sample_ranked_by_its_own_probability_is_noticed() -> None:
+def test_sample_ranked_by_own_probability_is_detected() -> None:
     """RheoSampling (arXiv 2609.21827) ranks it by min(q1, 1 - q1) of the fixed token: known before it is drawn."""
     model = TinyModel(4, seed=0)
     assert sample_dropped(model, lambda best, own: min(best, 1.0 - best) < 0.2) < EXACT
@@ -86,14 +86,14 @@ def test_a_sample_ranked_by_its_own_probability_is_noticed() -> None:
     assert sample_dropped(model, lambda best, own: own < 0.2) > 1e-3
 
 
-def test_a_ratio_to_the_draft_distribution_is_noticed_where_nothing_was_drawn() -> None:
+def test_draft_ratio_without_draws_is_detected() -> None:
     model = TinyModel(3, seed=0)
     assert loss_of(NSS, model, beam_trees(model, 2, 1)) < EXACT
     assert loss_of(TRAVERSAL, model, beam_trees(model, 2, 1)) > 0.1
 
 
 def within_children(batch: Batch) -> Batch:
-    """Restrict each draft law to the children that were drawn from it."""
+    """Restrict each draft distribution to the children that were drawn from it."""
     draft_RV = torch.zeros_like(batch.forest.draft_probs_RV)
     for tree, probs_rows in zip(batch.forest.trees, batch.forest.probs_rows):
         for kids, row in zip(tree.children, probs_rows):
@@ -104,7 +104,7 @@ def within_children(batch: Batch) -> Batch:
     return replace(batch, forest=replace(batch.forest, draft_probs_RV=draft_RV))
 
 
-def test_a_draft_distribution_restricted_to_the_children_is_noticed() -> None:
+def test_draft_distribution_over_children_is_detected() -> None:
     model = TinyModel(4, seed=0)
     batch = batch_of(model, delayed_trees(model, Expansion(0, 2, 1)))
     assert loss(model, emitted_probs(model, batch, *outcomes_of(TRAVERSAL, batch))) < EXACT

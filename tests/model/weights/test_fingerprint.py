@@ -1,4 +1,4 @@
-"""A fingerprint changes with the tokens, with what is special and with the weights, and with nothing else."""
+"""A fingerprint changes with the tokens, with the special tokens and with the weights only."""
 
 import json
 from pathlib import Path
@@ -56,13 +56,13 @@ def test_training_any_tensor_changes_the_weights_digest(original, tmp_path):
         assert changed(original, fingerprint(tuned(model_folder(tmp_path / str(index)), name, 1e-3))) == {"weights"}
 
 
-def test_the_mutant_that_reads_shapes_alone_takes_a_tuned_model_for_the_same(original, tmp_path, monkeypatch):
+def test_mutant_reading_shapes_confuses_tuned_models(original, tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint_module, "_SAMPLE_BYTES", 0)
     folder = model_folder(tmp_path / "model")
     assert fingerprint(folder) == fingerprint(tuned(folder, "model.norm.weight", 1.0))
 
 
-def test_how_the_weights_lie_in_files_does_not_matter(original, tmp_path):
+def test_fingerprint_is_independent_of_file_layout(original, tmp_path):
     folder = model_folder(tmp_path / "sharded")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -71,7 +71,7 @@ def test_how_the_weights_lie_in_files_does_not_matter(original, tmp_path):
     assert fingerprint(folder) == original
 
 
-def test_names_that_only_pad_the_vocabulary_are_no_tokens(original, tmp_path):
+def test_names_that_pad_vocabulary_are_no_tokens(original, tmp_path):
     """GGUF files name every row of a padded output, the same model on the hub does not."""
     padded = fingerprint(model_folder(tmp_path / "padded", with_rows(64), (*WORDS, "[PAD61]", "[PAD62]", "[PAD63]")))
     assert changed(original, padded) == {"vocab_size", "weights"}
@@ -108,7 +108,7 @@ def test_splitting_changes_with_merges_and_normaliser_alone(tmp_path):
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(2, (2,)), ([2, 5], (2, 5)), (None, (2,))])
-def test_end_tokens_are_the_generation_settings_else_the_configurations(tmp_path, eos, expected):
+def test_end_tokens_prefer_generation_settings(tmp_path, eos, expected):
     folder = model_folder(tmp_path / "model", eos=eos)
     assert read_facts(folder).eos_token_ids == expected
     (folder / "generation_config.json").unlink()
@@ -116,7 +116,7 @@ def test_end_tokens_are_the_generation_settings_else_the_configurations(tmp_path
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_what_cannot_be_read_is_named(tmp_path, file):
+def test_unreadable_part_is_named(tmp_path, file):
     folder = model_folder(tmp_path / "model")
     (folder / file).write_bytes(b"not what it should be")
     with pytest.raises(WeightsError, match=r"of .*model cannot be read"):

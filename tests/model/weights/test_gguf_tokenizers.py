@@ -50,7 +50,7 @@ def mistakes(tokenizer: PreTrainedTokenizerFast, vocabulary: GgmlVocabulary) -> 
 @pytest.mark.weights
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
-def test_every_text_gets_the_models_tokens(found, tmp_path, name):
+def test_texts_get_the_tokens_of_the_model(found, tmp_path, name):
     """Splitting rules were guessed: `llama-bpe` cut words that are tokens, and `llama-spm` left out a space before a space."""
     assert len(found[name].texts) >= 40
     assert mistakes(reloaded(found[name].file, tmp_path), found[name]) == []
@@ -79,7 +79,7 @@ def test_another_rule_gives_other_tokens(found, monkeypatch, name, num_mistakes)
 @pytest.mark.weights
 @pytest.mark.slow
 def test_marked_tokens_keep_their_ids(found, tmp_path):
-    """DeepSeek's begin token is written in characters that no byte stands for: it became a token beyond the vocabulary."""
+    """DeepSeek's begin token has characters that no byte maps to. The bug: it became a token beyond the vocabulary."""
     tokenizer = reloaded(found["deepseek-coder"].file, tmp_path)
     assert tokenizer("a").input_ids == [32013, 64]
     assert tokenizer.encode("<｜begin▁of▁sentence｜><|EOT|>", add_special_tokens=False) == [32013, 32021]
@@ -88,8 +88,8 @@ def test_marked_tokens_keep_their_ids(found, tmp_path):
 
 @pytest.mark.weights
 @pytest.mark.slow
-def test_a_file_may_leave_the_begin_token_open(found):
-    """Llama 3's files say nothing of it: its own tokenizer adds one, Qwen2's does not."""
+def test_file_may_omit_the_begin_token(found):
+    """Llama 3's files do not specify it: its own tokenizer adds one, Qwen2's does not."""
     assert load_tokenizer(found["llama-bpe"].file)("a").input_ids == [128000, 64]
     assert load_tokenizer(found["qwen2"].file)("a").input_ids == [64]
 

@@ -56,12 +56,12 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("model_type", ["own", None, "llama"])
 def test_code_of_a_model_folder_never_runs(model_type: str | None, tmp_path: Path, marker: Path, capsys) -> None:
-    """The bug: transformers asked on the terminal, and ran the code. A known type is served by transformers' own classes."""
+    """The bug: transformers prompted on the terminal, and ran the code. A known type is served by transformers' own classes."""
     folder = _folder(tmp_path / "model", marker)
     _edited(folder / "config.json", model_type=model_type, auto_map=AUTO)
     assert main(["doctor", "--model", str(folder)]) == (0 if model_type == "llama" else 2)
-    said = capsys.readouterr().out
-    assert ("code of its own folder, which is never run" in said) == (model_type != "llama")
+    output = capsys.readouterr().out
+    assert ("code of its own folder, which is never run" in output) == (model_type != "llama")
     if model_type == "llama":
         assert load_module(folder).config.model_type == "llama"
     else:
@@ -125,9 +125,9 @@ def test_architectures_are_refused_by_name(model_type: str, why: str, tmp_path: 
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     byte_level().save_pretrained(tmp_path)
     assert main(["doctor", "--model", str(tmp_path)]) == 2
-    said = capsys.readouterr().out
-    assert f"model type '{model_type}' is not supported: " in said
-    assert why in said
+    output = capsys.readouterr().out
+    assert f"model type '{model_type}' is not supported: " in output
+    assert why in output
 
 
 def test_every_causal_type_passes_or_is_refused() -> None:
@@ -165,7 +165,7 @@ def test_an_unknown_type_without_code_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "llama", "hidden_size": "wide"}'])
-def test_a_broken_configuration_is_an_error_of_weights(text: str, tmp_path: Path) -> None:
+def test_broken_configuration_is_a_weights_error(text: str, tmp_path: Path) -> None:
     (served_folder(tmp_path) / "config.json").write_text(text)
     with pytest.raises((WeightsError, UnsupportedModel), match=r"cannot be read|not supported"):
         load_config(tmp_path)
@@ -180,7 +180,7 @@ def _loads(path: Path) -> list[ast.Call]:
 
 
 def test_every_load_distrusts_the_folder() -> None:
-    """Each call of transformers' loaders says so itself, or is one of engine.weights.pretrained."""
+    """Each call of transformers' loaders passes `trust_remote_code=False`, or uses the flags of engine.weights.pretrained."""
     found = 0
     for path in (path for top in ("engine", "server", "selector", "benchmarks") for path in (ROOT / top).rglob("*.py")):
         for call in _loads(path):

@@ -1,4 +1,4 @@
-"""A converted folder holds the file's own numbers, each once, and the tokenizer and end tokens its vocabulary was made for."""
+"""A converted folder has the file's own numbers, each once, and the tokenizer and end tokens of its vocabulary."""
 
 import json
 import struct
@@ -25,24 +25,24 @@ CASES = [("llama", "smollm", True), ("qwen2", "qwen2", False)]
 
 
 def _convert(folder: Path, architecture: str, splitter: str, is_tied: bool) -> tuple[Path, dict[str, np.ndarray]]:
-    worth = write_gguf(folder / "tiny.gguf", tiny_model(architecture, is_tied=is_tied), architecture, splitter)
+    dequantized = write_gguf(folder / "tiny.gguf", tiny_model(architecture, is_tied=is_tied), architecture, splitter)
     convert.convert(folder / "tiny.gguf", folder / "out")
-    return folder / "out", worth
+    return folder / "out", dequantized
 
 
 @pytest.mark.parametrize(("architecture", "splitter", "is_tied"), CASES)
-def test_weights_are_the_files_own_and_stored_once(tmp_path, architecture, splitter, is_tied):
-    folder, worth = _convert(tmp_path, architecture, splitter, is_tied)
+def test_weights_equal_file_and_are_stored_once(tmp_path, architecture, splitter, is_tied):
+    folder, dequantized = _convert(tmp_path, architecture, splitter, is_tied)
     stored = load_file(folder / "model.safetensors")
-    assert stored.keys() == worth.keys()
+    assert stored.keys() == dequantized.keys()
     assert ("lm_head.weight" in stored) is not is_tied
     for name, tensor in stored.items():
-        assert torch.equal(tensor.float(), torch.from_numpy(worth[name].copy())), name
+        assert torch.equal(tensor.float(), torch.from_numpy(dequantized[name].copy())), name
 
 
 @pytest.mark.parametrize("kind", [Type[name] for name in convert.TYPES], ids=lambda kind: kind.name)
 def test_every_type_keeps_its_values(tmp_path, kind):
-    """Weights were rounded to bfloat16 whatever the file held, so that float32 was not the file's model."""
+    """The bug: weights were rounded to bfloat16 in any case, so a float32 file became another model."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_model("llama", is_tied=True, width=256), "llama", "smollm", kind)
     convert.convert(path, tmp_path / "out")
@@ -62,14 +62,14 @@ def test_every_type_keeps_its_values(tmp_path, kind):
 
 
 def test_a_preset_may_round_its_weights(tmp_path):
-    worth = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=True), "llama", "smollm")
+    dequantized = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=True), "llama", "smollm")
     convert.convert(tmp_path / "tiny.gguf", tmp_path / "out", "bfloat16")
     for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
         assert tensor.dtype == torch.bfloat16
-        assert torch.equal(tensor, torch.from_numpy(worth[name].copy()).bfloat16()), name
+        assert torch.equal(tensor, torch.from_numpy(dequantized[name].copy()).bfloat16()), name
 
 
-def test_a_narrow_format_must_hold_every_number(tmp_path):
+def test_narrow_format_must_represent_all_numbers(tmp_path):
     """Numbers that neither half format holds stay in float32 beside others that one of them holds."""
     model = tiny_model("llama", is_tied=True)
     model.model.norm.weight.data[3] = 1 + 2.0**-20
@@ -113,13 +113,13 @@ def test_an_unknown_type_is_refused_by_number(tmp_path, number):
     ],
 )
 def test_scaled_rotary_frequencies_are_refused(tmp_path, fields, name):
-    """transformers leaves them out of what it reads of Llama's files, so that Llama 3.1's, say, became another model."""
+    """The bug: transformers omits them when it reads Llama's files, so Llama 3.1's became another model."""
     _write_with_frequencies(tmp_path / "tiny.gguf", **fields)
     with pytest.raises(WeightsError, match=f"{name} scales rotary frequencies, which is not supported"):
         convert.convert(tmp_path / "tiny.gguf", tmp_path / "out")
 
 
-def test_rotary_frequencies_as_they_are_may_be_named(tmp_path):
+def test_unchanged_rotary_frequencies_may_be_named(tmp_path):
     _write_with_frequencies(tmp_path / "tiny.gguf", scaling="none", factor=1.0)
     convert.convert(tmp_path / "tiny.gguf", tmp_path / "out")
 
@@ -142,12 +142,12 @@ def _change_type(path: Path, tensor: str, kind: int) -> None:
     path.write_bytes(data)
 
 
-def test_rows_in_the_files_order_would_be_another_model(tmp_path, monkeypatch):
-    """The mutant of the test above: a file whose queries are not reordered stands for a converter that does not restore them."""
+def test_mutant_keeping_file_row_order_differs(tmp_path, monkeypatch):
+    """The mutant of the test above: a file without reordered queries represents a converter that does not restore them."""
     monkeypatch.setattr(tiny_gguf, "_interleave", lambda rows, _: rows)
-    folder, worth = _convert(tmp_path, "llama", "smollm", True)
+    folder, dequantized = _convert(tmp_path, "llama", "smollm", True)
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(load_file(folder / "model.safetensors")[name].float(), torch.from_numpy(worth[name].copy()))
+    assert not torch.equal(load_file(folder / "model.safetensors")[name].float(), torch.from_numpy(dequantized[name].copy()))
 
 
 @pytest.mark.parametrize(("architecture", "splitter", "is_tied"), CASES)
@@ -171,7 +171,7 @@ def test_the_folder_loads_and_generates(tmp_path, architecture, splitter, is_tie
         ("qwen2", "qwen2", False, "e\u0301", ["Ã", "©"]),  # composed to é before it is split
     ],
 )
-def test_text_is_split_as_the_vocabulary_was_trained(tmp_path, monkeypatch, architecture, splitter, is_tied, text, pieces):
+def test_text_is_split_as_in_training(tmp_path, monkeypatch, architecture, splitter, is_tied, text, pieces):
     write_gguf(tmp_path / "tiny.gguf", tiny_model(architecture, is_tied=is_tied), architecture, splitter)
     gguf_tokenizer.load_tokenizer(tmp_path / "tiny.gguf").save_pretrained(tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").tokenize(text) == pieces
@@ -180,13 +180,13 @@ def test_text_is_split_as_the_vocabulary_was_trained(tmp_path, monkeypatch, arch
     assert gguf_tokenizer.load_tokenizer(tmp_path / "tiny.gguf").tokenize(text) != pieces
 
 
-def test_a_gguf_file_is_a_reference_and_converted_once(tmp_path, capfd):
+def test_gguf_file_is_a_reference_converted_once(tmp_path, capfd):
     write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=True), "llama", "smollm")
     capfd.readouterr()
     first = resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache")
-    told = capfd.readouterr().err
-    assert "converting tiny.gguf\n" in told
-    assert "\r" not in told, "bars of libraries in a log"
+    log = capfd.readouterr().err
+    assert "converting tiny.gguf\n" in log
+    assert "\r" not in log, "bars of libraries in a log"
     assert (first.name, first.gguf) == ("tiny", tmp_path / "tiny.gguf")
     assert json.loads((first.folder / "config.json").read_text())["model_type"] == "llama"
     (first.folder / "mark").touch()
@@ -197,7 +197,7 @@ def test_a_gguf_file_is_a_reference_and_converted_once(tmp_path, capfd):
     assert resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=False).folder != first.folder
 
 
-def test_a_file_is_read_once_for_a_conversion(tmp_path):
+def test_file_is_read_once_per_conversion(tmp_path):
     """The bug: its hundred thousand strings were read by NumPy three times, which took most of a conversion."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_model("llama", is_tied=True), "llama", "smollm")
@@ -214,7 +214,7 @@ def test_a_file_is_read_once_for_a_conversion(tmp_path):
     assert first.keys() != second.keys()
 
 
-def test_a_preset_goes_from_wheels_to_a_model(tmp_path, monkeypatch):
+def test_preset_becomes_a_model_from_wheels(tmp_path, monkeypatch):
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_model("llama", is_tied=True), "llama", "smollm")
     data = path.read_bytes()

@@ -48,7 +48,7 @@ def test_the_tied_embedding_is_stored_once(weights):
 
 
 @needs_library
-def test_its_layers_are_found_in_the_4_bits_of_its_file(weights):
+def test_layers_are_read_as_4_bits(weights):
     """Q4_1, and an embedding in Q8_0 that is the output head too."""
     module = load_model(weights.folder, "compact", torch.device("cpu"), NATIVE).module
     linears = [linear for linear in module.model.modules() if isinstance(linear, NativeLinear)]
@@ -56,8 +56,8 @@ def test_its_layers_are_found_in_the_4_bits_of_its_file(weights):
     assert module.lm_head.structure.format == 5
 
 
-def test_its_digits_stand_alone(weights, tokenizer, monkeypatch):
-    """As in the model's own tokenizer, whose training saw every digit alone and two spaces before it as one token."""
+def test_digits_are_separate_tokens(weights, tokenizer, monkeypatch):
+    """The model's own tokenizer splits each digit, and reads two spaces before it as one token."""
     assert tokenizer.tokenize("  42") == ["ĠĠ", "4", "2"]
     # The mutant splits by GPT-2's rule, as transformers does with this file.
     if weights.gguf is not None:

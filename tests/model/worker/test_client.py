@@ -17,7 +17,7 @@ from tests.counting_engine import Trick, build_forever, counting_request
 ENDLESS = 500_000
 
 
-async def test_a_request_gets_its_tokens_and_one_end() -> None:
+async def test_request_gets_its_tokens_and_one_end() -> None:
     client = worker_client()
     with pytest.raises(EngineUnavailable):
         client.model  # noqa: B018
@@ -61,7 +61,7 @@ async def test_a_living_id_cannot_be_used_twice() -> None:
             submitted(client, counting_request("a", 1))
 
 
-async def test_abort_while_running_while_waiting_after_the_end_and_of_nobody() -> None:
+async def test_abort_works_in_any_request_state() -> None:
     client = worker_client(scheduler=SchedulerConfig(max_running=1))
     async with running(client):
         running_one = submitted(client, counting_request("running", Trick.PACE, max_tokens=ENDLESS))
@@ -77,7 +77,7 @@ async def test_abort_while_running_while_waiting_after_the_end_and_of_nobody() -
         assert tokens_of(await collect(client, counting_request("running", 5, max_tokens=2))) == [6, 7]
 
 
-async def test_abort_in_the_final_step_gives_one_end() -> None:
+async def test_abort_in_final_step_gives_one_end() -> None:
     """The letter and the last token cross; whichever wins, there is one end, and the id is free afterwards."""
     client = worker_client()
     async with running(client):
@@ -110,7 +110,7 @@ async def test_closing_the_iterator_aborts(num_read: int) -> None:
         await bystander.aclose()
 
 
-async def test_a_cancelled_reader_aborts_by_dropping_its_stream() -> None:
+async def test_cancelled_reader_aborts_by_dropping_its_stream() -> None:
     client = worker_client()
     gauges: list[StepStats] = []
     client.add_listener(gauges.append)
@@ -123,7 +123,7 @@ async def test_a_cancelled_reader_aborts_by_dropping_its_stream() -> None:
         await until(lambda: len(client._request_table) == 0)
 
 
-async def test_a_full_queue_is_busy_and_loses_nothing() -> None:
+async def test_full_queue_is_busy_without_loss() -> None:
     client = worker_client(scheduler=SchedulerConfig(max_running=1, max_waiting=2))
     async with running(client):
         first = submitted(client, counting_request("0", Trick.PACE, max_tokens=ENDLESS))
@@ -168,7 +168,7 @@ class TestStop:
             await stopping
             assert end_of(await reader).finish is FinishReason.LENGTH
 
-    async def test_ends_with_abort_what_does_not_drain(self) -> None:
+    async def test_undrained_requests_end_with_abort(self) -> None:
         client = worker_client()
         async with running(client):
             stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=ENDLESS))

@@ -35,7 +35,7 @@ from tests.clients import SWIFT, collect, end_of, patiently, running, submitted,
 from tests.counting_engine import Trick, build_counting, build_unless_marked, build_without_weights, counting_request
 
 ENDLESS = 500_000
-LONG_HANG_LIMIT_S = 3600.0  # of skipped time: on a busy machine nobody is blamed who is only slow
+LONG_HANG_LIMIT_S = 3600.0  # of skipped time: on a busy machine a slow worker is not a hung one
 SILENCE_S = 4 * HEARTBEAT_S
 IMPATIENT = replace(SWIFT, min_backoff_s=0.01, max_backoff_s=0.02, max_deaths=1)
 PATIENT = replace(SWIFT, hang_limit_s=LONG_HANG_LIMIT_S)
@@ -62,7 +62,7 @@ async def until_between_workers(client: WorkerClient) -> None:
 
 
 class ForgetfulClient(WorkerClient):
-    """The mutant: buries a worker without taking back what it had."""
+    """The mutant: drops a dead worker without taking back its requests."""
 
     def _handle_death(self, death: WorkerDied, note: StepNote | None) -> None:
         with patch.object(self._recovery, "on_death"):
@@ -103,7 +103,7 @@ async def test_kill_9_loses_nothing_and_repeats_nothing() -> None:
 @pytest.mark.parametrize(
     ("kind", "symptom", "limit_s"), [(ForgetfulClient, TimeoutError, 5.0), (RepeatingClient, AssertionError, 600.0)]
 )
-async def test_a_client_that_loses_or_repeats_is_noticed(
+async def test_client_losing_or_repeating_events_is_detected(
     kind: type[WorkerClient], symptom: type[Exception], limit_s: float
 ) -> None:
     with pytest.raises(symptom):
@@ -111,7 +111,7 @@ async def test_a_client_that_loses_or_repeats_is_noticed(
 
 
 def build_noise_aware(config: EngineConfig) -> SteppedEngine:
-    """Return a tiny target whose drafter's trees end where the noise of later positions says so."""
+    """Return a tiny target whose drafter's trees end depending on the noise of later positions."""
     from engine.core.policy import FixedExpansion  # here, so that the process that kills needs no torch
     from engine.testing import tiny_engine, tiny_pair
 
@@ -139,7 +139,7 @@ async def text_through_a_death(kind: type[WorkerClient], request: Request) -> li
 
 
 async def test_an_unseeded_request_keeps_its_noise() -> None:
-    """Each worker drew a seed of its own; noise behind a step that has been told must be that which ended the step."""
+    """Each worker drew its own seed. Noise after a reported step must be the noise that ended the step."""
     scheduler = SchedulerConfig(num_slots=4096, max_model_len=2048)
     request = Request("r", (5, 6, 7), SamplingParams(max_tokens=1000, ignore_eos=True))
     engine = build_noise_aware(EngineConfig("tiny", scheduler=scheduler))
@@ -154,9 +154,7 @@ async def test_an_unseeded_request_keeps_its_noise() -> None:
 @pytest.mark.parametrize(
     ("trick", "error"), [(Trick.RAISE, "RuntimeError: an evil forward"), (Trick.KILL, "it was killed by signal 9 (Killed)")]
 )
-async def test_a_request_that_kills_each_worker_is_given_up_and_the_others_complete(
-    trick: Trick, error: str, tmp_path: Path
-) -> None:
+async def test_worker_killing_request_fails_others_complete(trick: Trick, error: str, tmp_path: Path) -> None:
     client = worker_client(supervision=IMPATIENT, dumps=CrashDumps(tmp_path / "dumps"))
     async with running(client):
         good = [asyncio.create_task(collect(client, counting_request(f"g{n}", Trick.PACE, 0, max_tokens=9))) for n in range(3)]
@@ -175,7 +173,7 @@ async def test_a_request_that_kills_each_worker_is_given_up_and_the_others_compl
         assert {dump["cause"] for dump in dumps} == {error}
 
 
-async def test_a_leak_found_when_idle_replaces_the_worker(tmp_path: Path) -> None:
+async def test_leak_found_when_idle_replaces_worker(tmp_path: Path) -> None:
     client = worker_client()
     async with running(client):
         events = await collect(client, counting_request("a", Trick.LEAK, max_tokens=1))
@@ -195,7 +193,7 @@ async def test_between_two_workers_nothing_is_admitted() -> None:
         assert client.health.heartbeat_age_s is None
 
 
-async def test_a_worker_that_dies_while_it_drains_is_replaced() -> None:
+async def test_worker_dying_while_draining_is_replaced() -> None:
     client = worker_client()
     async with running(client):
         stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=50))
@@ -208,7 +206,7 @@ async def test_a_worker_that_dies_while_it_drains_is_replaced() -> None:
         assert tokens_of(events) == list(range(Trick.PACE + 1, Trick.PACE + 51))
 
 
-async def test_a_drain_that_ends_between_two_workers_ends_all() -> None:
+async def test_drain_between_two_workers_ends_all() -> None:
     client = worker_client(supervision=LEISURELY)
     async with running(client):
         stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=ENDLESS))
@@ -218,7 +216,7 @@ async def test_a_drain_that_ends_between_two_workers_ends_all() -> None:
         assert end_of([event async for event in stream]).finish is FinishReason.ABORT
 
 
-async def test_what_is_given_up_between_two_workers_ends_at_once() -> None:
+async def test_request_cancelled_between_workers_ends_immediately() -> None:
     client = worker_client(supervision=LEISURELY)
     async with running(client):
         streams = [submitted(client, counting_request(name, Trick.PACE, max_tokens=ENDLESS)) for name in "ab"]
@@ -231,7 +229,7 @@ async def test_what_is_given_up_between_two_workers_ends_at_once() -> None:
 
 
 class SkippingClock:
-    """What the link reads for the time: the real one, and whatever was skipped."""
+    """The clock of the connection: real time plus the skipped time."""
 
     def __init__(self) -> None:
         self.skipped_s = 0.0
@@ -265,7 +263,7 @@ async def check_a_hung_step_is_seen(client: WorkerClient, clock: SkippingClock, 
 
 
 def in_step(client: WorkerClient) -> frozenset[str]:
-    """Return who takes part in the step that the worker has begun."""
+    """Return the requests in the step that the worker has begun."""
     note = client._connection.last_note if client._connection else None
     return note.request_ids if note else frozenset()
 
@@ -310,7 +308,7 @@ async def test_a_stopped_process_is_a_hang_too(clock: SkippingClock) -> None:
         assert "it hung" in client.health.detail
 
 
-async def check_a_sleepy_event_loop_blames_nobody(client: WorkerClient, clock: SkippingClock) -> None:
+async def check_slow_event_loop_restarts_no_worker(client: WorkerClient, clock: SkippingClock) -> None:
     async with running(client):
         await until(lambda: client.health.heartbeat_age_s is not None)
         assert client._connection is not None
@@ -321,8 +319,8 @@ async def check_a_sleepy_event_loop_blames_nobody(client: WorkerClient, clock: S
         assert client.health.num_restarts == 0
 
 
-async def test_a_sleepy_event_loop_blames_nobody(clock: SkippingClock) -> None:
-    await check_a_sleepy_event_loop_blames_nobody(worker_client(supervision=PATIENT), clock)
+async def test_slow_event_loop_blames_no_request(clock: SkippingClock) -> None:
+    await check_slow_event_loop_restarts_no_worker(worker_client(supervision=PATIENT), clock)
 
 
 async def test_judging_before_reading_the_mail_is_noticed(clock: SkippingClock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,10 +333,10 @@ async def test_judging_before_reading_the_mail_is_noticed(clock: SkippingClock, 
 
     monkeypatch.setattr(WorkerConnection, "_unread", hasty)
     with pytest.raises((AssertionError, EngineUnavailable)):
-        await check_a_sleepy_event_loop_blames_nobody(worker_client(supervision=PATIENT), clock)
+        await check_slow_event_loop_restarts_no_worker(worker_client(supervision=PATIENT), clock)
 
 
-async def test_a_start_that_fails_tells_the_workers_own_words() -> None:
+async def test_failed_start_returns_the_worker_message() -> None:
     client = worker_client(build_without_weights, model="gone")
     with pytest.raises(EngineUnavailable, match=r"the engine's worker did not start: FileNotFoundError: no weights at 'gone'"):
         await client.start()
@@ -350,7 +348,7 @@ async def test_a_start_that_fails_tells_the_workers_own_words() -> None:
     await client.stop()
 
 
-async def test_restarts_that_fail_in_a_row_end_in_failed(tmp_path: Path) -> None:
+async def test_repeated_failed_restarts_end_in_failed(tmp_path: Path) -> None:
     marker = tmp_path / "gone"
     client = worker_client(build_unless_marked, model=str(marker))
     async with running(client):
@@ -365,7 +363,7 @@ async def test_restarts_that_fail_in_a_row_end_in_failed(tmp_path: Path) -> None
         assert (end.error_code, end.error) == (ErrorCode.ENGINE_FAILED, client.health.detail)
 
 
-async def test_a_worker_that_cannot_be_launched_fails_the_start() -> None:
+async def test_unlaunchable_worker_fails_the_start() -> None:
     class BrokenLauncher:
         def launch(self, addresses: Addresses) -> BaseProcess:
             raise OSError("no more processes")
@@ -375,7 +373,7 @@ async def test_a_worker_that_cannot_be_launched_fails_the_start() -> None:
         await client.start()
 
 
-async def test_a_process_that_never_says_a_word_is_given_up() -> None:
+async def test_silent_process_is_given_up() -> None:
     class MuteLauncher:
         def launch(self, addresses: Addresses) -> BaseProcess:
             process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(3600,), daemon=True)
@@ -397,7 +395,7 @@ FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.S
 
 
 class NotingClient(WorkerClient):
-    """Keeps what is noted of deaths."""
+    """Records the notes about deaths."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -443,7 +441,7 @@ async def test_repeated_crashes_lengthen_the_pause(number: signal.Signals) -> No
     assert client._deaths.backoff_s == 2 * SWIFT.min_backoff_s
 
 
-async def test_kills_over_a_suspect_lengthen_the_pause() -> None:
+async def test_kills_during_quarantine_lengthen_the_pause() -> None:
     """A request that has its worker killed, as by the memory killer, is a crash like any other once it is suspected."""
     client = noting_client(replace(SWIFT, max_deaths=2))
     async with running(client):
@@ -453,7 +451,7 @@ async def test_kills_over_a_suspect_lengthen_the_pause() -> None:
     assert client.from_outside == [True, False, True], "the last death ended it"
 
 
-async def test_errors_and_hangs_are_of_its_own_making() -> None:
+async def test_errors_and_hangs_have_internal_causes() -> None:
     client = noting_client(replace(SWIFT, max_deaths=5))
     async with running(client):
         stream = submitted(client, counting_request("evil", Trick.RAISE))

@@ -75,7 +75,7 @@ async def test_a_failure_answers_everybody_and_is_final() -> None:
             submitted(service, counting_request("late", 1))
 
 
-async def test_an_engine_that_cannot_be_built_fails_the_start() -> None:
+async def test_unbuildable_engine_fails_the_start() -> None:
     def build() -> CountingEngine:
         raise FileNotFoundError("no weights")
 

@@ -87,7 +87,7 @@ def is_failed(event: WorkerEvent) -> bool:
     return isinstance(event, Failed)
 
 
-def test_loads_then_serves_then_leaves_when_told(tmp_path: Path) -> None:
+def test_worker_loads_serves_and_exits_on_command(tmp_path: Path) -> None:
     with worker(tmp_path) as talk:
         *before, ready = talk.until(is_ready)
         assert all(isinstance(event, Heartbeat) for event in before)
@@ -117,7 +117,7 @@ def test_beats_while_loading_and_while_idle(tmp_path: Path) -> None:
         assert [talk.next_event() for _ in range(3)] == [Heartbeat()] * 3
 
 
-def test_a_step_is_one_message_with_every_event(tmp_path: Path) -> None:
+def test_step_is_one_message_with_all_events(tmp_path: Path) -> None:
     with worker(tmp_path) as talk:
         talk.until(is_ready)
         for request_id, max_tokens in (("a", ENDLESS), ("b", ENDLESS), ("c", 20)):
@@ -128,7 +128,7 @@ def test_a_step_is_one_message_with_every_event(tmp_path: Path) -> None:
         assert max(len(turn.events) for turn in turns) == 3
 
 
-def test_a_refused_request_is_answered_and_harms_nobody(tmp_path: Path) -> None:
+def test_refused_request_is_answered_without_side_effects(tmp_path: Path) -> None:
     with worker(tmp_path) as talk:
         talk.until(is_ready)
         talk.post(Add(counting_request("long", 1, max_tokens=10**9)))
@@ -142,7 +142,7 @@ def test_a_refused_request_is_answered_and_harms_nobody(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trick", "error"), [(Trick.RAISE, "RuntimeError: an evil forward"), (Trick.LEAK, "IntegrityError: a slot leaked")]
 )
-def test_a_failure_ends_in_words_and_a_status(tmp_path: Path, trick: Trick, error: str) -> None:
+def test_failure_ends_with_message_and_status(tmp_path: Path, trick: Trick, error: str) -> None:
     with worker(tmp_path) as talk:
         talk.until(is_ready)
         talk.post(Add(counting_request("a", trick, max_tokens=1)))
@@ -150,13 +150,13 @@ def test_a_failure_ends_in_words_and_a_status(tmp_path: Path, trick: Trick, erro
         assert talk.exit_code() == 1
 
 
-def test_a_failed_start_ends_in_words_and_a_status(tmp_path: Path) -> None:
+def test_failed_start_ends_with_message_and_status(tmp_path: Path) -> None:
     with worker(tmp_path, build_without_weights) as talk:
         assert talk.until(is_failed)[-1] == Failed("FileNotFoundError: no weights at 'counting'")
         assert talk.exit_code() == 1
 
 
-def test_interrupts_are_the_parents_business_and_terminate_is_obeyed(tmp_path: Path) -> None:
+def test_worker_ignores_interrupt_and_obeys_terminate(tmp_path: Path) -> None:
     with worker(tmp_path) as talk:
         talk.until(is_ready)
         pid = talk.process.pid
@@ -213,7 +213,7 @@ def check_a_killed_parent_takes_the_worker_along(
 
 @pytest.mark.parametrize("moment", ["ready", "loading"])
 def test_a_killed_parent_takes_the_worker_along(tmp_path: Path, moment: str) -> None:
-    """Daemons die with a parent that exits in order only; kill -9 gives the parent no chance to tell them."""
+    """Daemons die only with a parent that exits in order. After kill -9 the parent cannot stop them."""
     check_a_killed_parent_takes_the_worker_along(tmp_path, moment)
 
 

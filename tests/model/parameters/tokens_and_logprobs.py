@@ -1,4 +1,4 @@
-"""What a rule that leaves nothing to chance says for a seed, and what an engine tells of probabilities."""
+"""The tokens of deterministic rules for a seed, and the log-probabilities that an engine reports."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 
 
 def texts_differ(model: RequestedModel) -> int:
-    """Count the trees, over some seeds, after which the coupled rule (or greedy choice) does not say plain decoding's text."""
+    """Count the trees, over some seeds, after which the coupled rule (or greedy choice) differs from plain decoding."""
     trees = [tree for grown in growths(model).values() for tree in grown]
     forest, logits_NV = batch_of(model, trees).forest, model.raw_logits(trees)
     num_differ = 0
@@ -35,13 +35,13 @@ def texts_differ(model: RequestedModel) -> int:
         expected = _plain_text(model, seed)
         for tree, verdict in zip(trees, verdicts, strict=True):
             assert isinstance(verdict, Verdict)
-            said = accepted(model.request, (*tree.contexts[verdict.path[-1]], verdict.extra_id))
-            num_differ += said != expected[: len(said)]
+            found = accepted(model.request, (*tree.contexts[verdict.path[-1]], verdict.extra_id))
+            num_differ += found != expected[: len(found)]
     return num_differ
 
 
 def _plain_text(model: RequestedModel, seed: int) -> Context:
-    """Return plain decoding's text: each token the likeliest, or the arg max of log law plus its position's noise."""
+    """Return plain decoding's tokens: the likeliest ones, or the arg max of log probability plus the position's noise."""
     text: Context = ()
     while len(text) < model.sampling.max_tokens and not (text and text[-1] in model.sampling.stop_token_ids):
         with np.errstate(divide="ignore"):
@@ -62,7 +62,7 @@ _NUM_TOP = 3
 
 
 def check_numbers(verifier: str) -> None:
-    """Run a tiny engine with that verifier, and compare what it tells of the answer and of the prompt with one plain pass."""
+    """Run a tiny engine with that verifier. Compare its log-probabilities of answer and prompt with one plain pass."""
     tree = default_tree(verifier)
     expansion = Expansion(1, 2, 2, tree) if tree in DELAYED_TREES else Expansion(0, 2, 3, tree, 5)
     sampling = replace(_BESIDE, num_logprobs=_NUM_TOP, num_prompt_logprobs=_NUM_TOP)
@@ -70,13 +70,13 @@ def check_numbers(verifier: str) -> None:
     session = run(engine, [Request("r", _TEXT, sampling, Speculation(verifier=verifier, expansion=expansion))])
     assert sum(stats.num_accepted_tokens for stats in session.stats), "something was accepted"
     outcome = session.outcomes["r"]
-    told = [one for event in outcome.events for one in event.prompt_logprobs] + outcome.logprobs
-    _check([*_TEXT, *outcome.ids], told)
+    reported = [one for event in outcome.events for one in event.prompt_logprobs] + outcome.logprobs
+    _check([*_TEXT, *outcome.ids], reported)
 
 
-def _check(ids: Sequence[int], told: Sequence[TokenLogprobs]) -> None:
+def _check(ids: Sequence[int], reported: Sequence[TokenLogprobs]) -> None:
     probs_TV = torch.log_softmax(own_logits("llama", [ids])[0, :-1].double(), -1)
-    assert len(told) == len(probs_TV)
-    for probs_V, token_id, one in zip(probs_TV, ids[1:], told, strict=True):
+    assert len(reported) == len(probs_TV)
+    for probs_V, token_id, one in zip(probs_TV, ids[1:], reported, strict=True):
         assert one.logprob == pytest.approx(float(probs_V[token_id]), abs=TOLERANCE)
         assert list(one.top_logprobs) == pytest.approx(probs_V.topk(_NUM_TOP).values.tolist(), abs=TOLERANCE)
