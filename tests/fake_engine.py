@@ -15,7 +15,7 @@ from engine.core.types import ErrorCode, FinishReason, ModelInfo, Request, Reque
 Script = Callable[[Request], Sequence[int]]
 
 
-def says(token_ids: Sequence[int]) -> Script:
+def emits(token_ids: Sequence[int]) -> Script:
     """Return a script that gives the same ids for all requests."""
     return lambda _: token_ids
 

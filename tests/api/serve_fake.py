@@ -8,13 +8,13 @@ import server.process
 from server.app import create_app
 from server.http.logs import configure_logging
 from server.settings import Settings
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level
 
 
 def main() -> int:
     port, drain_s, *error = sys.argv[1:]
-    script = says(byte_level().encode("hello there"))
+    script = emits(byte_level().encode("hello there"))
     engine = FakeEngine(script=script, gate=asyncio.Event(), start_error=error[0] if error else None)
     configure_logging("info", "json")
 

@@ -69,14 +69,14 @@ def test_an_ending_replica_costs_no_answer(gateway: str, replicas: list[RunningS
     expected = texts(replicas[0].url, requests)
     leaving = replicas[1]
 
-    def ask(numbered: tuple[int, dict[str, Any]]) -> httpx.Response:
+    def send(numbered: tuple[int, dict[str, Any]]) -> httpx.Response:
         index, request = numbered
         if index == len(requests) // 3:
             leaving.process.send_signal(number)
         return post(gateway, request)
 
     with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(ask, enumerate(requests)))
+        answers = list(pool.map(send, enumerate(requests)))
     assert Counter(answer.status_code for answer in answers) == {200: len(requests)}
     assert [answer.json()["choices"][0]["text"] for answer in answers] == expected
     assert len({answer.json()["id"] for answer in answers}) == len(requests)

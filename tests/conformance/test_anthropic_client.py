@@ -10,7 +10,7 @@ from pydantic import BaseModel, TypeAdapter
 from tests.api.answer_formats.test_messages import TIME, WEATHER, events_of, written
 from tests.api.answer_formats.test_messages_refused import AGENT, BETAS
 from tests.conformance.served import MODEL, PATIENCE_S, app_of, real_engine, served
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import calling
 
 anthropic = pytest.importorskip("anthropic")
@@ -23,7 +23,7 @@ KEY = "a-secret-of-the-test"
 
 def engine_of(text: str = TEXT, **fields: Any) -> FakeEngine:
     ids = calling().encode(text + "<|end|>")
-    return FakeEngine(script=says(ids), **{"chunks": (1, 3), "max_model_len": 2000, "eos_token_ids": (ids[-1],), **fields})
+    return FakeEngine(script=emits(ids), **{"chunks": (1, 3), "max_model_len": 2000, "eos_token_ids": (ids[-1],), **fields})
 
 
 @pytest.fixture
@@ -117,10 +117,10 @@ def test_the_tool_runner_ends_with_an_answer(client: Any, engine: FakeEngine) ->
     def weather(place: str) -> str:
         """Report it."""
         called.append(place)
-        engine.script = says(calling().encode("It rains.<|end|>"))
+        engine.script = emits(calling().encode("It rains.<|end|>"))
         return "rain"
 
-    engine.script = says(calling().encode(written("weather", '{"place": "Oslo"}') + "<|end|>"))
+    engine.script = emits(calling().encode(written("weather", '{"place": "Oslo"}') + "<|end|>"))
     runner = client.beta.messages.tool_runner(model=MODEL, max_tokens=300, messages=HELLO, tools=[weather])
     assert runner.until_done().content[0].text == "It rains."
     assert called == ["Oslo"]

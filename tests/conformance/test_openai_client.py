@@ -11,7 +11,7 @@ import pytest
 
 from engine.core.types import Request
 from tests.conformance.served import PATIENCE_S, app_of, served
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level, infilling
 
 TEXT = "hello 日本語 😀 there"
@@ -21,7 +21,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 def engine_of(**fields: Any) -> FakeEngine:
-    return FakeEngine(**{"script": says(IDS), "chunks": (1, 3), **fields})
+    return FakeEngine(**{"script": emits(IDS), "chunks": (1, 3), **fields})
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_stream_ends_with_usage_on_request(client: openai.OpenAI) -> None:
 
 
 def test_the_streaming_helper_adds_chunks_up(client: openai.OpenAI, engine: FakeEngine) -> None:
-    engine.script, engine.eos_token_ids = says([*IDS, 0]), (0,)  # the helper takes a text that a limit cut for an error
+    engine.script, engine.eos_token_ids = emits([*IDS, 0]), (0,)  # the helper takes a text that a limit cut for an error
     with client.chat.completions.stream(model=MODEL, messages=HELLO) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.content == TEXT
@@ -186,7 +186,7 @@ def test_busy_server_is_retried_after_requested_wait(stream: bool, monkeypatch: 
     """The 503 comes before any of the stream, so that the client may retry it; it waits as long as Retry-After demands."""
     waits: list[float] = []
     monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
-    engine = _Busy(script=says(IDS))
+    engine = _Busy(script=emits(IDS))
     with served(app_of(engine)) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=2) as client:
         answer: Any = client.completions.create(model=MODEL, prompt="x", stream=stream)
         text = "".join(chunk.choices[0].text for chunk in answer) if stream else answer.choices[0].text
@@ -197,7 +197,7 @@ def test_busy_server_is_retried_after_requested_wait(stream: bool, monkeypatch: 
 
 def test_exhausted_retries_raise_the_503(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openai._base_client.time.sleep", lambda seconds: None)
-    with served(app_of(_Busy(script=says(IDS)))) as url:
+    with served(app_of(_Busy(script=emits(IDS)))) as url:
         with (
             openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=1) as client,
             pytest.raises(openai.InternalServerError) as caught,

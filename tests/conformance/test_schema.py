@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.conformance.served import MODEL, PATIENCE_S, app_of, served
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level, infilling
 
 MESSAGES = ["/v1/messages", "/v1/messages/count_tokens"]
@@ -84,7 +84,7 @@ _SHAPES = [not_a_server_error, status_code_conformance, content_type_conformance
 
 def app() -> Any:
     """Return a server that refuses fields that its document does not have."""
-    engine = FakeEngine(script=says(byte_level().encode("hello 日本語 😀")), chunks=(1, 3), vocab_size=500)
+    engine = FakeEngine(script=emits(byte_level().encode("hello 日本語 😀")), chunks=(1, 3), vocab_size=500)
     return app_of(engine, infilling("qwen"), strict=True)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from tests.conformance.served import app_of, real_engine, served
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.stress.fuzz import fuzz, problem_of, text_of, unrest_of
 
 NUM_BODIES = 250
@@ -33,7 +33,7 @@ def test_no_body_is_the_servers_fault(url: str) -> None:
 
 
 def test_a_failing_engine_is_noticed() -> None:
-    with served(app_of(FakeEngine(script=says([5] * 9), fail_after=1))) as address:
+    with served(app_of(FakeEngine(script=emits([5] * 9), fail_after=1))) as address:
         problems = fuzz(address, 120, number=0).problems
     assert any(problem.startswith("500") for problem in problems)
     assert any(problem.startswith("an error of the server in a stream") for problem in problems)
@@ -66,7 +66,7 @@ def test_faults_of_an_answer_are_detected() -> None:
 
 
 def test_a_request_that_never_ends_is_noticed() -> None:
-    app = app_of(FakeEngine(script=says([5] * 9)))
+    app = app_of(FakeEngine(script=emits([5] * 9)))
     with served(app) as address:
         assert unrest_of(lambda path: httpx.get(address + path)) == []
         app.state.runtime.metrics.http.num_open += 1

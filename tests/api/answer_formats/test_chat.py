@@ -3,7 +3,7 @@
 import pytest
 
 from tests.api.harness import MODEL, chat, data_of, in_process
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_fallback, byte_level
 
 TEXT = "hello 日本語 😀, the quick fox"
@@ -12,7 +12,7 @@ URL = "/v1/chat/completions"
 
 
 def _engine(**fields) -> FakeEngine:
-    return FakeEngine(**{"script": says(IDS), "chunks": (1, 4), **fields})
+    return FakeEngine(**{"script": emits(IDS), "chunks": (1, 4), **fields})
 
 
 def _prompt(engine: FakeEngine) -> str:
@@ -53,7 +53,7 @@ async def test_answer_length_defaults_to_remaining_context():
 
 async def test_end_token_is_counted_but_not_text():
     end = byte_level().convert_tokens_to_ids("<|end|>")
-    async with in_process(_engine(script=says([*IDS, end, *IDS]), eos_token_ids=(end,))) as client:
+    async with in_process(_engine(script=emits([*IDS, end, *IDS]), eos_token_ids=(end,))) as client:
         answer = (await client.post(URL, json=chat(logprobs=True))).json()
     (choice,) = answer["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (TEXT, "stop")

@@ -10,7 +10,7 @@ from engine.core.tree import Expansion
 from engine.core.types import Speculation
 from engine.worker.messages import Add, encode_message
 from tests.api.harness import MODEL, chat, completion, data_of, in_process, sample
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level
 
 TEXT = "hello world, the quick 日本語 😀 fox stop here"
@@ -19,7 +19,7 @@ SPECIAL_ID = byte_level().convert_tokens_to_ids("<|start|>")
 
 
 def _engine(**fields) -> FakeEngine:
-    return FakeEngine(**{"script": says(IDS), "chunks": (1, 3, 2), **fields})
+    return FakeEngine(**{"script": emits(IDS), "chunks": (1, 3, 2), **fields})
 
 
 async def test_an_answer_has_the_openai_shape():
@@ -70,7 +70,7 @@ OPTIONS: list[dict[str, Any]] = [
 async def test_stream_equals_whole_answer(options: dict[str, Any], chunks: tuple[int, ...]):
     body = completion(max_tokens=50, **options)
     spoken = [*IDS[:4], SPECIAL_ID, *IDS[4:], SPECIAL_ID]
-    async with in_process(_engine(chunks=chunks, script=says(spoken))) as client:
+    async with in_process(_engine(chunks=chunks, script=emits(spoken))) as client:
         whole = (await client.post("/v1/completions", json=body)).json()
         response = await client.post("/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}})
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -120,7 +120,7 @@ async def test_stop_string_is_kept_on_request():
 
 
 async def test_end_token_is_spelled_out_on_request():
-    engine = _engine(script=says([*IDS, SPECIAL_ID, *IDS]), eos_token_ids=(SPECIAL_ID,))
+    engine = _engine(script=emits([*IDS, SPECIAL_ID, *IDS]), eos_token_ids=(SPECIAL_ID,))
     texts = {}
     async with in_process(engine) as client:
         for skips in (True, False):
@@ -208,7 +208,7 @@ async def test_stop_string_aborts_engine_request():
 
 async def test_partial_characters_are_spelled_as_bytes():
     smile = [byte_level().convert_tokens_to_ids(token) for token in ("ð", "Ł", "Ļ", "Ģ")]
-    async with in_process(_engine(script=says(smile))) as client:
+    async with in_process(_engine(script=emits(smile))) as client:
         answer = (await client.post("/v1/completions", json=completion(logprobs=0))).json()
     (choice,) = answer["choices"]
     assert choice["text"] == "🙀"

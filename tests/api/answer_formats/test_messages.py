@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from server.answer_formats.anthropic import MessagesFormat
 from server.schemas.chat import ChatRequest
 from tests.api.harness import MODEL, chat, in_process
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level, calling, thinking
 
 URL = "/v1/messages"
@@ -38,7 +38,7 @@ def written(name: str, arguments: str) -> str:
 def engine_of(text: str, **fields: Any) -> FakeEngine:
     """Return an engine that generates the text and ends."""
     ids = calling().encode(text + "<|end|>")
-    return FakeEngine(script=says(ids), **{"chunks": (1, 4, 2), "max_model_len": 1500, "eos_token_ids": (ids[-1],), **fields})
+    return FakeEngine(script=emits(ids), **{"chunks": (1, 4, 2), "max_model_len": 1500, "eos_token_ids": (ids[-1],), **fields})
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
@@ -353,7 +353,7 @@ async def test_stream_is_the_whole_answer(parts: list[str], chunks: list[int], m
 def thoughtful(text: str = "<think>\nhm\n</think>\n\nhello", **fields: Any) -> FakeEngine:
     ids = thinking().encode(text + "<|end|>")
     return FakeEngine(
-        script=says(ids), **{"chunks": (1, 4), "max_model_len": 1500, "vocab_size": 410, "eos_token_ids": (ids[-1],), **fields}
+        script=emits(ids), **{"chunks": (1, 4), "max_model_len": 1500, "vocab_size": 410, "eos_token_ids": (ids[-1],), **fields}
     )
 
 
@@ -478,7 +478,7 @@ async def test_numbers_of_schemas_are_not_rounded():
 
 async def test_answers_of_a_plain_tokenizer_end_too():
     ids = byte_level().encode("hello 日本語 😀")
-    async with in_process(FakeEngine(script=says(ids), chunks=(1, 3))) as client:
+    async with in_process(FakeEngine(script=emits(ids), chunks=(1, 3))) as client:
         whole = (await client.post(URL, json=message())).json()
         events = events_of((await client.post(URL, json=message(stream=True))).text)
     assert whole["content"] == [{"type": "text", "text": "hello 日本語 😀"}]

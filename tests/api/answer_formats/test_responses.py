@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from tests.api.harness import MODEL, chat, in_process, over_loopback
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level
 
 URL = "/v1/responses"
@@ -16,7 +16,7 @@ END = byte_level().convert_tokens_to_ids("<|start|>")
 
 
 def _engine(**fields: Any) -> FakeEngine:
-    return FakeEngine(**{"script": says([*IDS, END]), "chunks": (1, 3), "eos_token_ids": (END,), **fields})
+    return FakeEngine(**{"script": emits([*IDS, END]), "chunks": (1, 3), "eos_token_ids": (END,), **fields})
 
 
 async def test_official_client_reads_and_continues_answers():

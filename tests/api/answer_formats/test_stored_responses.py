@@ -15,7 +15,7 @@ from tests.api.answer_formats.test_responses_tools import TOOLS, called, respons
 from tests.api.harness import MODEL, chat, in_process, make_app, over_loopback
 from tests.api.responses_events import events_of, folded
 from tests.api.tool_calls.test_tools import _engine, written
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level, calling
 
 URL = "/v1/responses"
@@ -27,7 +27,7 @@ def _as(key: SecretStr) -> dict[str, str]:
 
 
 def _fake(text: str = "fine") -> FakeEngine:
-    return FakeEngine(script=says(byte_level().encode(text)), max_model_len=2000)
+    return FakeEngine(script=emits(byte_level().encode(text)), max_model_len=2000)
 
 
 async def _created(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ async def test_unstored_response_is_unknown():
 
 
 async def test_a_failed_response_is_not_stored():
-    async with in_process(FakeEngine(script=says([5, 6, 7]), fail_after=1)) as client:
+    async with in_process(FakeEngine(script=emits([5, 6, 7]), fail_after=1)) as client:
         events = events_of((await client.post(URL, json=responses(stream=True))).text)
         failed = events[-1]["response"]
         assert (events[-1]["type"], failed["status"]) == ("response.failed", "failed")

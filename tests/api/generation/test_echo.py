@@ -10,7 +10,7 @@ from server.generation.prompt_echo import PromptEcho
 from server.text.codec import TextCodec
 from server.text.token_entry import entry_of
 from tests.api.harness import chat, completion, data_of, in_process
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_fallback, byte_level
 
 PROMPT = "the quick 🙀 fox"
@@ -23,7 +23,7 @@ async def answers(**fields: Any) -> list[dict[str, Any]]:
     body = completion(prompt=PROMPT, max_tokens=50, **fields)
     found = []
     for streams in (False, True):
-        async with in_process(FakeEngine(says(OUTPUT_IDS), chunks=(1, 3))) as client:
+        async with in_process(FakeEngine(emits(OUTPUT_IDS), chunks=(1, 3))) as client:
             answer = await client.post("/v1/completions", json={**body, "stream": streams})
         assert answer.status_code == 200, answer.text
         found.append(_joined(data_of(answer.text)) if streams else answer.json()["choices"][0])
@@ -78,7 +78,7 @@ async def test_stop_strings_ignore_echoed_prompt():
 
 
 async def test_each_choice_has_its_own_prompt():
-    async with in_process(FakeEngine(says(OUTPUT_IDS))) as client:
+    async with in_process(FakeEngine(emits(OUTPUT_IDS))) as client:
         answer = await client.post("/v1/completions", json=completion(prompt=["hello", "the"], n=2, echo=True, max_tokens=9))
     texts = [choice["text"] for choice in answer.json()["choices"]]
     assert [text.startswith(prompt) for text, prompt in zip(texts, ["hello", "hello", "the", "the"], strict=True)] == [True] * 4
@@ -94,7 +94,7 @@ async def check_joint(prompt: str, output: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tests.api.harness.byte_level", byte_fallback)
     ids = [*byte_fallback().encode(prompt), *byte_fallback().encode(output)]
     for cut in range(1, len(ids) - 1):
-        async with in_process(FakeEngine(says(ids[cut:]), chunks=(1, 2))) as client:
+        async with in_process(FakeEngine(emits(ids[cut:]), chunks=(1, 2))) as client:
             body = completion(prompt=ids[:cut], echo=True, max_tokens=50)
             answer = (await client.post("/v1/completions", json=body)).json()
         assert answer["choices"][0]["text"] == byte_fallback().decode(ids, skip_special_tokens=True)
@@ -128,13 +128,13 @@ async def test_truncated_prompt_tokens_are_not_echoed():
 
 
 async def test_empty_completion_still_echoes_prompt():
-    async with in_process(FakeEngine(says([9]), eos_token_ids=(9,))) as client:
+    async with in_process(FakeEngine(emits([9]), eos_token_ids=(9,))) as client:
         answer = await client.post("/v1/completions", json=completion(prompt=PROMPT, echo=True, logprobs=1))
     assert answer.json()["choices"][0]["text"] == PROMPT
 
 
 async def prompt_logprobs(url: str, body: dict[str, Any]) -> Any:
-    async with in_process(FakeEngine(says(OUTPUT_IDS))) as client:
+    async with in_process(FakeEngine(emits(OUTPUT_IDS))) as client:
         answer = (await client.post(url, json={**body, "prompt_logprobs": 2, "n": 2})).json()
     holder = answer if "messages" in body else answer["choices"][1]
     return holder["prompt_logprobs"]
@@ -168,7 +168,7 @@ async def test_a_prompt_is_scored_without_generating(prompt: Any, fields: dict[s
     """The bug: `max_tokens` 0 was refused. Beside `echo` the answer is the prompt, with its log-probabilities on request."""
     prompts = prompt if isinstance(prompt[0], (str, list)) and not isinstance(prompt, str) else [prompt]
     body = completion(prompt=prompt, max_tokens=0, echo=True, **fields)
-    engine = FakeEngine(says(OUTPUT_IDS))
+    engine = FakeEngine(emits(OUTPUT_IDS))
     async with in_process(engine) as client:
         whole = (await client.post("/v1/completions", json=body)).json()
         streamed = None

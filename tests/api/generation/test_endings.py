@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.api.harness import chat, completion, data_of, in_process
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level
 
 CODEC = byte_level()
@@ -33,7 +33,7 @@ def _joined(chunks: list[dict[str, Any]], name: str) -> list[int]:
 @pytest.mark.parametrize(("fields", "reason"), REASONS)
 async def test_stop_reason_names_matched_stop(url: str, body_of: Any, fields: dict[str, Any], reason: str | int | None):
     """The model's own end is none: only with `ignore_eos` is it a token like others."""
-    engine = FakeEngine(script=says([*IDS, END, *IDS]), chunks=(1, 3), eos_token_ids=(END,))
+    engine = FakeEngine(script=emits([*IDS, END, *IDS]), chunks=(1, 3), eos_token_ids=(END,))
     async with in_process(engine) as client:
         body = body_of(**{"max_tokens": 99, **fields})
         whole = (await client.post(url, json=body)).json()["choices"][0]
@@ -48,7 +48,7 @@ async def test_stop_reason_names_matched_stop(url: str, body_of: Any, fields: di
 async def test_completion_returns_prompt_and_output_ids(fields: dict[str, Any], chunks: tuple[int, ...]):
     prompts = [[5, 6], [7]]
     body = completion(prompt=prompts, max_tokens=99, return_token_ids=True, **fields)
-    async with in_process(FakeEngine(script=says(IDS), chunks=chunks)) as client:
+    async with in_process(FakeEngine(script=emits(IDS), chunks=chunks)) as client:
         whole = (await client.post("/v1/completions", json=body)).json()
         streamed = data_of((await client.post("/v1/completions", json={**body, "stream": True})).text)
         without = (await client.post("/v1/completions", json={**body, "return_token_ids": False})).json()
@@ -65,7 +65,7 @@ async def test_completion_returns_prompt_and_output_ids(fields: dict[str, Any], 
 
 
 async def test_chat_returns_prompt_and_output_ids():
-    engine = FakeEngine(script=says([*IDS, END]), chunks=(1, 3), eos_token_ids=(END,))
+    engine = FakeEngine(script=emits([*IDS, END]), chunks=(1, 3), eos_token_ids=(END,))
     body = chat(max_tokens=99, return_token_ids=True)
     async with in_process(engine) as client:
         whole = (await client.post("/v1/chat/completions", json=body)).json()
@@ -80,7 +80,7 @@ async def test_chat_returns_prompt_and_output_ids():
 
 
 async def test_tokens_are_named_by_id_on_request():
-    async with in_process(FakeEngine(script=says(IDS))) as client:
+    async with in_process(FakeEngine(script=emits(IDS))) as client:
         body = completion(logprobs=1, max_tokens=99, echo=True, prompt_logprobs=0, prompt=[5, 6])
         spelled = (await client.post("/v1/completions", json=body)).json()["choices"][0]
         body["return_tokens_as_token_ids"] = True
@@ -121,7 +121,7 @@ async def test_min_tokens_delays_stop_strings(
     url: str, body_of: Any, chunks: tuple[int, ...], min_tokens: int, stop: list[str], text: str, reason: str | None
 ):
     """A stop string ended a text at once, whatever `min_tokens`. As in vLLM it must end behind so many tokens."""
-    async with in_process(FakeEngine(script=says(LETTERS), chunks=chunks)) as client:
+    async with in_process(FakeEngine(script=emits(LETTERS), chunks=chunks)) as client:
         body = body_of(max_tokens=len(LETTERS), min_tokens=min_tokens, stop=stop)
         whole = (await client.post(url, json=body)).json()
         streamed = data_of((await client.post(url, json={**body, "stream": True})).text)

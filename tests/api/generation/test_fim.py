@@ -7,7 +7,7 @@ import pytest
 
 from tests.api.generation.test_infill import MIDDLE, PAD, QWEN, engine_of, infill_of
 from tests.api.harness import MODEL, data_of, in_process
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level
 
 URL = "/v1/fim/completions"
@@ -133,7 +133,7 @@ async def test_wrong_fields_are_refused_by_name(fields: dict[str, Any], param: s
 
 async def test_other_models_refuse_a_suffix():
     """They continue a prompt without one, as Mistral's do."""
-    async with in_process(engine := FakeEngine(script=says(byte_level().encode("hello")))) as client:
+    async with in_process(engine := FakeEngine(script=emits(byte_level().encode("hello")))) as client:
         error = (await client.post(URL, json=fim())).json()["error"]
         assert (error["param"], "fill-in-the-middle" in error["message"]) == ("suffix", True)
         assert (await answer_of(client, suffix=None, max_tokens=2))["choices"][0]["finish_reason"] == "length"

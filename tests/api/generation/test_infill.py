@@ -9,7 +9,7 @@ from engine.core.rng_keys import derived_seed
 from server.text.codec import TextCodec
 from server.text.infill import Infill
 from tests.api.harness import completion, data_of, in_process
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import INFILL, infilling
 
 URL = "/v1/completions"
@@ -25,7 +25,7 @@ def infill_of(family: str = "qwen") -> Infill:
 
 
 def engine_of(**fields: Any) -> FakeEngine:
-    return FakeEngine(**{"vocab_size": 500, "script": says([*MIDDLE, PAD, *MIDDLE]), "chunks": (1, 3), **fields})
+    return FakeEngine(**{"vocab_size": 500, "script": emits([*MIDDLE, PAD, *MIDDLE]), "chunks": (1, 3), **fields})
 
 
 async def choice_of(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ async def test_a_suffix_makes_the_familys_prompt(family: str):
     tokenizer = infilling(family)
     end_id = tokenizer.convert_tokens_to_ids(INFILL[family][-1])
     text = tokenizer.encode("hello", add_special_tokens=False)
-    async with in_process(engine := engine_of(script=says([*text, end_id, *text])), tokenizer=tokenizer) as client:
+    async with in_process(engine := engine_of(script=emits([*text, end_id, *text])), tokenizer=tokenizer) as client:
         choice = await choice_of(client)
     assert engine.requests[0].prompt_ids == infill_of(family).prompt("hello", " world")
     assert set(engine.requests[0].sampling.stop_token_ids) == set(infill_of(family).end_ids)
@@ -50,7 +50,7 @@ async def test_a_space_begins_a_middle():
     """The bug to avoid: sentencepiece's decoder strips a space at the beginning, so `return` and ` x` became `returnx`."""
     tokenizer = infilling("codellama")
     ids = tokenizer.convert_tokens_to_ids(["▁the", "h", "▁", "e"])
-    async with in_process(engine_of(script=says(ids)), tokenizer=tokenizer) as client:
+    async with in_process(engine_of(script=emits(ids)), tokenizer=tokenizer) as client:
         assert (await choice_of(client, max_tokens=4))["text"] == " theh e"
         body = completion(suffix="x", max_tokens=4, stream=True)
         chunks = data_of((await client.post(URL, json=body)).text)

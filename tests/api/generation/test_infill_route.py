@@ -16,7 +16,7 @@ from engine.core.types import RequestDefaults
 from server.generation.line_limits import LineLimits
 from tests.api.generation.test_infill import MIDDLE, PAD, QWEN, engine_of, infill_of
 from tests.api.harness import MODEL, in_process, until
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import infilling
 
 URL = "/infill"
@@ -181,7 +181,7 @@ async def test_a_long_text_is_cut_to_fit():
 @pytest.mark.parametrize("chunks", [(1,), (3,), (100,)])
 async def test_a_line_of_less_indent_ends_it(num_indent: int, text: str, expected: str, chunks: tuple[int, ...]):
     ids = QWEN.encode(text)
-    async with in_process(engine := engine_of(script=says([*ids, PAD]), chunks=chunks), tokenizer=QWEN) as client:
+    async with in_process(engine := engine_of(script=emits([*ids, PAD]), chunks=chunks), tokenizer=QWEN) as client:
         answer = await filled(client, n_indent=num_indent)
     assert (answer["content"], answer["has_new_line"]) == (expected, "\n" in expected)
     assert answer["stop_type"] == ("eos" if expected == text else "limit")
@@ -192,7 +192,7 @@ async def test_a_late_line_is_the_last(monkeypatch: pytest.MonkeyPatch):
     """Seconds are counted from the first text: one for each event."""
     ids = QWEN.encode("a\nb\nc\nd")
     assert len(ids) == 7
-    async with in_process(engine_of(script=says([*ids, PAD]), chunks=(1,)), tokenizer=QWEN) as client:
+    async with in_process(engine_of(script=emits([*ids, PAD]), chunks=(1,)), tokenizer=QWEN) as client:
         for t_max_predict_ms, expected in (
             (60_000, "a\nb\nc\nd"),
             (0, "a\nb\nc\nd"),
@@ -285,7 +285,7 @@ async def test_other_models_refuse_infill():
 @pytest.mark.parametrize("family", ["codellama", "codestral", "deepseek"])
 async def test_families_without_files_take_them_as_text(family: str):
     tokenizer = infilling(family)
-    async with in_process(engine := engine_of(script=says([5])), tokenizer=tokenizer) as client:
+    async with in_process(engine := engine_of(script=emits([5])), tokenizer=tokenizer) as client:
         await filled(client, input_extra=[{"filename": "a", "text": "hello"}])
     expected = infill_of(family).prompt_of_files("hello", " world", [("a", "hello")], 250)[0]
     assert engine.requests[0].prompt_ids == expected

@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.types import Request
 from tests.api.harness import in_process
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level
 
 Fields = dict[str, Any]
@@ -70,7 +70,7 @@ def counts(answer: Fields) -> Fields:
 @BOTH
 async def test_usage_counts_accepted_and_rejected_prediction_tokens(body):
     """Steps of 1, 3, 1, 3, ... tokens; each but the first drafts as many as it returns, and the last one is the extra token."""
-    engine = FakeEngine(script=says(IDS), chunks=(1, 3))
+    engine = FakeEngine(script=emits(IDS), chunks=(1, 3))
     num_steps = [len(IDS[at : at + 3]) for at in range(1, len(IDS), 4)] + [1 for _ in range(4, len(IDS), 4)]
     async with in_process(engine) as client:
         answer = await post(client, body(prediction=PREDICTION, n=2))
@@ -85,7 +85,7 @@ async def test_usage_counts_accepted_and_rejected_prediction_tokens(body):
 
 @BOTH
 async def test_prediction_tokens_after_stop_are_rejected(body):
-    engine = FakeEngine(script=says(IDS), chunks=(1, 100))
+    engine = FakeEngine(script=emits(IDS), chunks=(1, 100))
     async with in_process(engine) as client:
         whole, cut = [counts(await post(client, body(prediction=PREDICTION, **stop))) for stop in ({}, {"stop": "world"})]
     assert cut["accepted_prediction_tokens"] < whole["accepted_prediction_tokens"]

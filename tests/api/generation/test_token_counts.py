@@ -17,7 +17,7 @@ from server.metrics.requests import SampleMeter
 from tests.api.harness import chat, completion, data_of, in_process, over_loopback, sample, until
 from tests.clients import worker_client
 from tests.counting_engine import Trick
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level
 
 CODEC = byte_level()
@@ -47,7 +47,7 @@ async def counted(client: httpx.AsyncClient, url: str = "") -> tuple[float, floa
 
 
 async def check_an_end_counts_alike(fields: dict[str, Any], chunks: tuple[int, ...]) -> None:
-    async with in_process(FakeEngine(script=says(IDS), chunks=chunks)) as client:
+    async with in_process(FakeEngine(script=emits(IDS), chunks=chunks)) as client:
         body = completion(**{"max_tokens": 99, **fields})
         answer = (await client.post("/v1/completions", json=body)).json()
         num_tokens = answer["usage"]["completion_tokens"]
@@ -105,7 +105,7 @@ async def test_requests_of_clients_that_left_count_alike(path: str, body_of: Any
 
     The engine went on for a step or two, whose tokens the counter had and the requests had not. No event: aborted in the queue.
     """
-    engine = FakeEngine(script=says(IDS * 9), chunks=(1, 4), gate=asyncio.Event(), num_free_events=num_events)
+    engine = FakeEngine(script=emits(IDS * 9), chunks=(1, 4), gate=asyncio.Event(), num_free_events=num_events)
     async with leaving(engine, path, body_of(stream=stream, max_tokens=99, ignore_eos=True)) as (client, url):
         engine._step(TokenEvent("late", (5,) * 7))  # a step under way when they left
         total, in_samples, num_samples = await counted(client, url)
@@ -116,7 +116,7 @@ async def test_requests_of_clients_that_left_count_alike(path: str, body_of: Any
 @pytest.mark.parametrize("num_samples", [1, 3])
 async def test_failed_requests_count_alike(num_samples: int):
     """What was generated before the engine failed counts, of siblings too."""
-    async with in_process(FakeEngine(script=says(IDS), chunks=(2,), fail_after=2)) as client:
+    async with in_process(FakeEngine(script=emits(IDS), chunks=(2,), fail_after=2)) as client:
         body = completion(n=num_samples, max_tokens=99)
         assert (await client.post("/v1/completions", json=body)).status_code == 500
         total, in_samples, ended = await counted(client)
@@ -126,7 +126,7 @@ async def test_failed_requests_count_alike(num_samples: int):
 
 async def test_late_requests_count_alike():
     """A request that a time limit ends has as many tokens in both."""
-    engine = FakeEngine(script=says(IDS), gate=asyncio.Event(), num_free_events=2)
+    engine = FakeEngine(script=emits(IDS), gate=asyncio.Event(), num_free_events=2)
     async with in_process(engine) as client:
         assert (await client.post("/v1/completions", json=completion(max_tokens=9, timeout_s=0.2))).status_code == 504
         assert await counted(client) == (2, 2, 1)
@@ -153,7 +153,7 @@ async def test_resumed_requests_count_each_token_once():
 
 async def test_the_counter_grows_while_requests_run():
     """A dashboard's rate of tokens must not wait for the ends."""
-    engine = FakeEngine(script=says(IDS), gate=(gate := asyncio.Event()), num_free_events=3)
+    engine = FakeEngine(script=emits(IDS), gate=(gate := asyncio.Event()), num_free_events=3)
     async with in_process(engine) as client:
         pending = asyncio.create_task(client.post("/v1/completions", json=completion(max_tokens=5)))
         while (await counted(client))[0] < 3:  # noqa: ASYNC110 (no event marks the count)

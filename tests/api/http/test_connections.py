@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.api.harness import MODEL, chat, completion, over_loopback, sample, until
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import byte_level
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of connections that tests break on purpose
@@ -46,7 +46,7 @@ async def test_request_abandoned_before_output_is_aborted(stream: bool):
 
 async def test_the_official_client_is_at_home():
     text = "hello 日本語 😀"
-    engine = FakeEngine(script=says(byte_level().encode(text)), chunks=(2,))
+    engine = FakeEngine(script=emits(byte_level().encode(text)), chunks=(2,))
     async with over_loopback(engine) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         whole = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
@@ -66,7 +66,7 @@ async def test_the_official_client_is_at_home():
 
 
 async def test_official_client_raises_its_own_errors():
-    engine = FakeEngine(script=says(byte_level().encode("hello there")))
+    engine = FakeEngine(script=emits(byte_level().encode("hello there")))
     async with over_loopback(engine) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="temperature"):
             await client.completions.create(model=MODEL, prompt="x", temperature=9)

@@ -13,7 +13,7 @@ from engine.core.types import ErrorCode, FinishReason, StepStats, TokenEvent
 from server.metrics import ServerMetrics
 from server.settings import Settings
 from tests.api.harness import chat, completion, in_process, make_app, sample, until
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 
 LABELS = '{engine="0",model_name="fake"}'
 
@@ -132,7 +132,7 @@ DASHBOARD = [
 
 
 async def test_metrics_of_served_requests():
-    async with in_process(FakeEngine(script=says([5] * 9), chunks=(1, 4))) as client:
+    async with in_process(FakeEngine(script=emits([5] * 9), chunks=(1, 4))) as client:
         await client.post("/v1/completions", json=completion(n=2, max_tokens=9))
         await client.post("/v1/chat/completions", json=chat(max_tokens=9, stream=True))
         await client.post("/v1/completions", json=completion(n=0))
@@ -194,7 +194,7 @@ def _kinds(value: Any) -> set[type]:
 
 async def test_loads_has_the_form_gateways_read():
     """smg drops a report whose timestamp is a number, whose counts are floats, or that has a null or no loads."""
-    async with in_process(FakeEngine(script=says([5] * 9), chunks=(1, 4))) as client:
+    async with in_process(FakeEngine(script=emits([5] * 9), chunks=(1, 4))) as client:
         for _ in range(2):  # before the first step, and after a request
             report = (await client.get("/v1/loads", params={"include": "core,disagg,queues,memory"})).json()
             assert isinstance(report["timestamp"], str)

@@ -13,7 +13,7 @@ from server.http.protocol import Http
 from server.process import Server, _uvicorn_config
 from server.settings import Settings
 from tests.api.harness import MODEL, completion, make_app, sample, until
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of connections that tests break on purpose
 
@@ -65,7 +65,7 @@ def request_of(body: object) -> bytes:
 
 def talkative() -> FakeEngine:
     """Return an engine that emits more than all buffers between two processes hold."""
-    return FakeEngine(script=says([5] * 2_000), chunks=(20,), max_model_len=4096)
+    return FakeEngine(script=emits([5] * 2_000), chunks=(20,), max_model_len=4096)
 
 
 BODY = completion(max_tokens=2_000, stream=True, logprobs=5, return_token_ids=True)

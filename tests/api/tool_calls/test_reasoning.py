@@ -13,7 +13,7 @@ from server.reasoning.support import ReasoningSupport, reasoning_support
 from server.text.codec import TextCodec
 from tests.api.harness import MODEL, chat, data_of, in_process, over_loopback
 from tests.api.tool_calls.test_tools import TOOLS, written
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import CHAT_TEMPLATE, byte_fallback, byte_level, calling, thinking
 
 URL = "/v1/chat/completions"
@@ -27,7 +27,7 @@ def _engine(text: str = TEXT, special: bool | None = False, **fields: Any) -> Fa
     """Return an engine that emits the text and ends."""
     ids = thinking("qwen3", special).encode(text + "<|end|>")
     fields = {"chunks": (1, 4, 2), "max_model_len": 1500, "vocab_size": 410, "eos_token_ids": (ids[-1],), **fields}
-    return FakeEngine(script=says(ids), **fields)
+    return FakeEngine(script=emits(ids), **fields)
 
 
 async def _answer(engine: FakeEngine, tokenizer: Any = None, **fields: Any) -> dict[str, Any]:
@@ -306,7 +306,7 @@ async def test_tokens_alone_show_that_a_model_reasons(monkeypatch: pytest.Monkey
 )
 async def test_parser_setting_overrides_detection(parser: str, expected: tuple[str | None, str]):
     """A model without signs of reasoning, then one with them."""
-    text = says(calling().encode(TEXT))
+    text = emits(calling().encode(TEXT))
     async with in_process(FakeEngine(script=text, max_model_len=900), tokenizer=calling(), reasoning_parser=parser) as client:
         (choice,) = (await client.post(URL, json=chat())).json()["choices"]
     assert _parts(choice["message"]) == expected

@@ -28,7 +28,7 @@ from server.tool_calls.support import CallShape, tool_support
 from server.tool_calls.syntaxes import SYNTAXES
 from tests.api.harness import chat, data_of, in_process
 from tests.api.tool_calls.test_tools import URL, streamed, without_ids
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tool_templates import rendered_calls, template, tokenizer_of
 
 V = 341  # tokens of the largest tokenizer
@@ -106,7 +106,7 @@ async def test_calls_are_read_whole_and_streamed(markup: str, has_tokens: bool):
     tokenizer = tokenizer_of(markup, has_tokens)
     ids = tokenizer.encode(rendered_calls(markup, CALLS) + "<|end|>")
     for chunks in ((1,), (3, 1, 5)):
-        engine = FakeEngine(script=says(ids), chunks=chunks, max_model_len=2000, eos_token_ids=(ids[-1],))
+        engine = FakeEngine(script=emits(ids), chunks=chunks, max_model_len=2000, eos_token_ids=(ids[-1],))
         async with in_process(engine, tokenizer=tokenizer) as client:
             choice = await _choice(client, max_tokens=1000)
             body = chat(tools=TOOLS, stream=True, max_tokens=1000)
@@ -375,7 +375,7 @@ def test_earlier_calls_take_the_templates_shape():
 
 async def test_second_turns_are_accepted():
     for markup in MARKUPS:
-        engine = FakeEngine(script=says([1, 2]), max_model_len=2000)
+        engine = FakeEngine(script=emits([1, 2]), max_model_len=2000)
         async with in_process(engine, tokenizer=tokenizer_of(markup)) as client:
             call = {"id": "call_0123456789", "type": "function", "function": {"name": "time", "arguments": "{}"}}
             turns: list[dict[str, Any]] = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
@@ -389,7 +389,7 @@ async def test_the_setting_names_each_markup(markup: str, monkeypatch: pytest.Mo
     tokenizer = tokenizer_of(markup)
     monkeypatch.setattr(tokenizer, "chat_template", template(markup).replace("m.tool_calls %}", "false %}"))
     ids = tokenizer.encode(rendered_calls(markup, CALLS) + "<|end|>")
-    engine = FakeEngine(script=says(ids), max_model_len=2000, eos_token_ids=(ids[-1],))
+    engine = FakeEngine(script=emits(ids), max_model_len=2000, eos_token_ids=(ids[-1],))
     async with in_process(engine, tokenizer=tokenizer, tool_call_parser=markup) as client:
         choice = await _choice(client, max_tokens=1000)
     assert len(choice["message"]["tool_calls"]) == len(CALLS)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from server.text.codec import TextCodec
 from server.tool_calls.support import tool_support
 from tests.api.harness import MODEL, chat, data_of, in_process, over_loopback
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import CHAT_TEMPLATE, byte_fallback, byte_level, calling
 
 URL = "/v1/chat/completions"
@@ -34,7 +34,7 @@ def _engine(text: str = TEXT, special: bool | None = None, **fields: Any) -> Fak
     """Return an engine that emits the text and ends."""
     ids = calling(special).encode(text + "<|end|>")
     fields = {"chunks": (1, 4, 2), "max_model_len": 1500, "eos_token_ids": (ids[-1],), **fields}
-    return FakeEngine(script=says(ids), **fields)
+    return FakeEngine(script=emits(ids), **fields)
 
 
 def _prompt(engine: FakeEngine) -> str:

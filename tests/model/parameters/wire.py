@@ -13,7 +13,7 @@ from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import CompletionRequest
 from tests.api.harness import chat, completion, in_process
-from tests.fake_engine import FakeEngine, says
+from tests.fake_engine import FakeEngine, emits
 from tests.tokenizers_for_tests import calling
 
 # A value of every field that is not in each request anyway; a list: several.
@@ -140,7 +140,7 @@ async def _default_rows() -> list[list[str]]:
 async def _rows() -> list[list[str]]:
     rows: dict[tuple[str, str], dict[str, str]] = {}
     async with in_process(
-        engine := FakeEngine(says(calling().encode("hello there")), eos_token_ids=(0,)), tokenizer=calling()
+        engine := FakeEngine(emits(calling().encode("hello there")), eos_token_ids=(0,)), tokenizer=calling()
     ) as client:
         for form, name in _fields():
             value = EXAMPLES[name]
