@@ -9,7 +9,6 @@ W width of the drafter's inputs, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -18,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.policy import ROOT_SCALARS, RootFacts
-from engine.core.types import SamplingParams
+from engine.core.step_observer import CommittedStep, Ending, StepObserver
 from engine.model.causal_lm import CausalModel
 from engine.utils.host_transfer import column, integers
 
@@ -35,18 +34,7 @@ class SlotFeatures(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """A row's last node in a step: packed index, row of its children's draft distribution, slot, and the token after it."""
-
-    node: int
-    probs_row: int | None
-    slot: int
-    root_id: int
-    sampling: SamplingParams
-
-
-class RootFeatures:
+class RootFeatures(StepObserver):
     """Returns features of the roots after the latest noted step. Passes are observed, at a cost, only after `watch`.
 
     `drafter` may read features of the target (SlotFeatures).
@@ -84,6 +72,11 @@ class RootFeatures:
     def kept(self) -> Float[Tensor, "N D"] | None:
         """Return the output head's inputs of the latest pass."""
         return self._head_inputs_ND
+
+    def after_commit(self, step: CommittedStep) -> None:
+        """Keep the step if roots are watched."""
+        if self._is_watching:
+            self.note(step.endings, step.logits_NV, step.draft_probs_RV)
 
     def note(self, endings: Mapping[str, Ending], logits_NV: Float[Tensor, "N V"], probs_RV: Float[Tensor, "R V"]) -> None:
         """Keep the step whose pass has just run, in place of the step before."""
