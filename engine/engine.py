@@ -34,7 +34,7 @@ from engine.structured_output.grammars import CompiledGrammars, no_grammars
 from engine.structured_output.masks import GrammarMasks
 from engine.structured_output.pending import PendingGrammars
 from engine.teacher_forcing import TeacherForcing
-from engine.trace.stats import RowOutcome, StepRecord, Stopwatch, stats_of
+from engine.trace.stats import CommittedRecord, RowOutcome, StepRecord, Stopwatch, stats_of
 from engine.trace.tracer import traced_rows, with_traces
 from engine.trace.tree_probs import traced_probs
 from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of
@@ -173,10 +173,11 @@ class Engine:
         probs = traced_probs(plan.decoding, growth, verdicts, passed.nodes_NV, self.grammars)
         watch.lap("trace")
         outcomes, events = self._commit(plan, growth, passed, verdicts)  # 5. Keep the accepted paths and emit their tokens.
-        record = StepRecord(plan, choice, growth, tuple(outcomes), passed.nodes_NV, watch.laps)  # laps are still added
+        record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(outcomes), watch.laps)  # laps are still added
         watch.lap("commit")
+        committed = CommittedRecord(record, growth.forest, passed.nodes_NV)
         for observer in self._observers:
-            observer.after_commit(record)
+            observer.after_commit(committed)
         watch.lap("learn")
         stats, rows = stats_of(record, self._scheduler), traced_rows(record, probs)
         for observer in self._observers:

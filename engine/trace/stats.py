@@ -14,8 +14,10 @@ from engine.core.step_observer import Ending
 from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.core.types import DraftSource, FinishReason, StepStats
-from engine.draft.trees.grower import Growth, NodeValues
+from engine.draft.drafter import ModelPasses
+from engine.draft.trees.grower import NodeValues
 from engine.scheduler.scheduler import Emission, Scheduler
+from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict, VerificationFailure
 
 
@@ -78,44 +80,17 @@ class RowOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The whole record of a step: its plan, the policy's choice, the trees, the outcomes of the decoding rows, seconds by stage.
+    """The whole record of a step: its plan, the policy's choice, the outcomes of the decoding rows, and seconds by stage.
 
-    `logits_NV` are the target's at the nodes of all trees.
+    Trees grew in `num_draft_rounds` rounds with `draft_passes` of the draft model.
     """
 
     plan: StepPlan
     choice: ExpansionChoice
-    growth: Growth
+    num_draft_rounds: int
+    draft_passes: ModelPasses
     outcomes: tuple[RowOutcome, ...]
-    logits_NV: Float[Tensor, "N V"]
     laps: dict[str, float]
-
-    @property
-    def draft_probs_RV(self) -> Float[Tensor, "R V"]:
-        """The distributions from which drafted tokens were sampled."""
-        return self.growth.forest.draft_probs_RV
-
-    @property
-    def feedback(self) -> StepFeedback:
-        """The step's feedback for the policy. The seconds do not include the policy's own."""
-        laps, rows = self.laps, self.plan.rows
-        return StepFeedback(
-            draft_s=laps["draft"],
-            rest_s=laps["follow"] + laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
-            has_prefill=any(len(row.certain_ids) > 1 for row in rows),
-            num_rows=len(rows),
-            num_rounds=self.growth.num_rounds,
-            num_passes=self.growth.passes.num_passes,
-            make_work=lambda: _work_of(self),
-            make_outcomes=lambda: tuple(map(_draft_outcome, self.outcomes)),
-        )
-
-    @property
-    def endings(self) -> dict[str, Ending]:
-        """Where the step ended for each request that continues."""
-        rows = zip(self.outcomes, self.growth.forest.probs_rows, strict=True)
-        endings = ((outcome.row.request_id, outcome.ending(probs_rows)) for outcome, probs_rows in rows)
-        return {request_id: ending for request_id, ending in endings if ending is not None}
 
     @property
     def num_target_tokens(self) -> int:
@@ -127,6 +102,47 @@ class StepRecord:
     def num_emitted(self) -> int:
         """Tokens emitted in the step."""
         return sum(len(outcome.emission.new_ids) for outcome in self.outcomes if outcome.emission)
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRecord:
+    """A step's record with its tensors, for the time of the step. The feedback does not keep the tensors."""
+
+    record: StepRecord
+    forest: Forest
+    logits_NV: Float[Tensor, "N V"]
+
+    @property
+    def feedback(self) -> StepFeedback:
+        """The costs and outcomes of the step."""
+        return feedback_of(self.record)
+
+    @property
+    def endings(self) -> dict[str, Ending]:
+        """Where the step ended for each request that continues."""
+        rows = zip(self.record.outcomes, self.forest.probs_rows, strict=True)
+        endings = ((outcome.row.request_id, outcome.ending(probs_rows)) for outcome, probs_rows in rows)
+        return {request_id: ending for request_id, ending in endings if ending is not None}
+
+    @property
+    def draft_probs_RV(self) -> Float[Tensor, "R V"]:
+        """The distributions from which drafted tokens were sampled."""
+        return self.forest.draft_probs_RV
+
+
+def feedback_of(record: StepRecord) -> StepFeedback:
+    """Return the step's feedback for the policy. The seconds do not include the policy's own."""
+    laps, rows = record.laps, record.plan.rows
+    return StepFeedback(
+        draft_s=laps["draft"],
+        rest_s=laps["follow"] + laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
+        has_prefill=any(len(row.certain_ids) > 1 for row in rows),
+        num_rows=len(rows),
+        num_rounds=record.num_draft_rounds,
+        num_passes=record.draft_passes.num_passes,
+        make_work=lambda: _work_of(record),
+        make_outcomes=lambda: tuple(map(_draft_outcome, record.outcomes)),
+    )
 
 
 def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
@@ -157,16 +173,16 @@ def _work_of(record: StepRecord) -> StepWork:
         row, num_drafted = outcome.row, outcome.tree.num_nodes - 1
         num_scores += num_drafted * row.end
         num_drawn += 0 if row.sampling.is_greedy else 1 + num_drafted
-    growth = record.growth
+    passes = record.draft_passes
     return StepWork(
         num_rows=len(rows),
         num_tokens=record.num_target_tokens,
         num_drawn=num_drawn,
         num_keys=num_keys,
         num_scores=num_scores,
-        num_passes=growth.passes.num_passes,
-        num_draft_tokens=growth.passes.num_fed,
-        num_rounds=growth.num_rounds,
+        num_passes=passes.num_passes,
+        num_draft_tokens=passes.num_fed,
+        num_rounds=record.num_draft_rounds,
     )
 
 

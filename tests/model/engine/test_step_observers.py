@@ -1,6 +1,10 @@
 """Each observer receives a step's plan, pass, commit and statistics; the policy and root features are observers too."""
 
+import gc
+import weakref
+
 import pytest
+from torch import Tensor
 
 from engine.core.policy import FixedExpansion, StepFeedback
 from engine.core.step_observer import StepObserver
@@ -76,6 +80,23 @@ def test_endings_are_of_continuing_requests() -> None:
     assert seen[0] == {"long"}
     assert seen[-1] == set()
     assert not engine.roots.facts(["short", "long"]).is_known_B.any()
+
+
+def test_feedback_keeps_no_logits_alive() -> None:
+    """The bug to avoid: a policy keeps the feedback of many steps for its next choice, and with it each step's logits."""
+    engine, policy, _ = observed()
+    logits: list[weakref.ref[Tensor]] = []
+
+    class Logits(StepObserver):
+        def after_commit(self, step):
+            logits.append(weakref.ref(step.logits_NV))
+
+    engine.add_observer(Logits())
+    run(engine, [greedy("one", (5, 9, 23))])
+    gc.collect()
+    assert len(policy.feedback) == len(logits) > 2
+    assert all(one() is None for one in logits[:-1])
+    assert policy.feedback[0].work.num_tokens > 0
 
 
 def test_an_observer_failure_after_the_commit_fails_the_step() -> None:

@@ -12,7 +12,7 @@ from engine.core.tree import Expansion
 from engine.core.types import Request, SamplingParams
 from engine.engine import Engine
 from engine.testing import tiny_engine
-from engine.trace.stats import StepRecord
+from engine.trace.stats import RowOutcome
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import head_engine, head_logits, learnt_head, true_features
 from tests.model.tiny import model, own_logits, own_module, pair
@@ -88,12 +88,13 @@ def test_roots_are_seen_as_they_are():
 
 @pytest.mark.parametrize("field", ["node", "slot", "root_id"])
 def test_a_reader_that_looks_elsewhere_is_found_out(field, monkeypatch):
-    ends = StepRecord.endings.fget
+    ends = RowOutcome.ending
 
-    def beside(step):
-        return {name: replace(ending, **{field: max(0, getattr(ending, field) - 1)}) for name, ending in ends(step).items()}
+    def beside(outcome, probs_rows):
+        ending = ends(outcome, probs_rows)
+        return ending and replace(ending, **{field: max(0, getattr(ending, field) - 1)})
 
-    monkeypatch.setattr(StepRecord, "endings", property(beside))
+    monkeypatch.setattr(RowOutcome, "ending", beside)
     with pytest.raises(AssertionError):
         check_run()
 
