@@ -65,7 +65,7 @@ test: $(INSTALLED) ## run the whole suite on every core
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 $(ARGS)
 
 test-fast: $(INSTALLED) ## run the tests that need no model: about a minute on two cores
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 tests/unit tests/selector -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 tests/selector tests/unit -m "not slow" $(ARGS)
 
 conformance: $(INSTALLED) $(TOOLS)/.installed $(CLIENTS)/.installed ## run the kit of docs/conformance.md at length, all clients and tools too
 	CONFORMANCE_VENV=$(abspath $(TOOLS)) CLIENTS_VENV=$(abspath $(CLIENTS)) $(BIN)/python -m pytest tests/conformance --conformance-examples 100 $(ARGS)

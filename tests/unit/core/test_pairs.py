@@ -1,7 +1,7 @@
 """The table of exact pairs: refusals, and what is paired with a name that comes alone."""
 
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.core.tree import PLAIN, TREE_NAMES, Expansion, TreeKind, TreeName
@@ -73,7 +73,8 @@ EXPANSIONS = st.one_of(
 )
 
 
-def fits(fit) -> None:
+def fits(fit, *phases: Phase) -> None:
+    @settings(phases=phases)
     @given(EXPANSIONS, st.sampled_from(VERIFIER_NAMES))
     def check(expansion: Expansion, verifier: str) -> None:
         fitting = fit(expansion, verifier)
@@ -92,7 +93,7 @@ def fits(fit) -> None:
 
 
 def test_what_is_fitted_is_exact_no_larger_and_no_plainer() -> None:
-    fits(fitted)
+    fits(fitted, Phase.generate, Phase.shrink)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_what_is_fitted_is_exact_no_larger_and_no_plainer() -> None:
 )
 def test_a_fit_that_changes_nothing_or_too_much_is_found_out(mutant) -> None:
     with pytest.raises((AssertionError, InexactPairError, BaseExceptionGroup)):
-        fits(mutant)
+        fits(mutant, Phase.generate)
 
 
 def test_an_unknown_verifier_is_an_error_that_lists_the_known() -> None:
