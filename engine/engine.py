@@ -300,7 +300,7 @@ class Engine:
         return outcomes
 
     def _end_failed(self, request_id: str, why: VerificationFailure) -> None:
-        """End a request. Only if its logits are not finite, its cached prefix is invalidated for others too."""
+        """End a request. If its logits are not finite, its cached prefix is invalidated for other requests too."""
         if why.code is ErrorCode.LOGITS_NOT_FINITE:
             self._scheduler.fail(request_id)
         else:

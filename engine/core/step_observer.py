@@ -1,4 +1,4 @@
-"""The observers of an engine's steps, and what a committed step shows them. Free of torch."""
+"""The observers of an engine's steps, and their view of a committed step. Free of torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class CommittedStep(Protocol):
 class StepObserver:
     """Receives each step of an engine. Subclasses override the methods that they need.
 
-    `wants_rows`: all rows are traced, not only those of requests that enable it.
+    `wants_rows`: all rows are traced, not only the rows of requests that enable it.
     """
 
     wants_rows = False

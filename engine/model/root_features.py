@@ -1,8 +1,8 @@
 """Features of the next roots, computed on request from passes that have already run.
 
 A step ends each row's tree at one node, followed by one more token, the next root. At that node the target's state and
-distribution are known, often also the drafter's distribution, and the features that the drafter will read at the root. This
-module keeps references to them until the next step, and computes a policy's inputs for the requested sequences only.
+distribution are known, and the features that the drafter will read at the root. The drafter's distribution is often known too.
+This module keeps references to them until the next step, and computes a policy's inputs for the requested sequences only.
 
 Shape key: B requested sequences, C columns of scalars, N nodes with logits, R stored draft distributions, D target width,
 W width of the drafter's inputs, V vocabulary.
@@ -83,7 +83,7 @@ class RootFeatures(StepObserver):
         self._endings = endings
         if endings:
             assert self._head_inputs_ND is not None
-            # Nodes come first. The scored places of prompts follow, and are no roots.
+            # Nodes come first. The scored places of prompts follow; they are no roots.
             self._states_ND, self._logits_NV, self._probs_RV = self._head_inputs_ND[: len(logits_NV)], logits_NV, probs_RV
 
     def facts(self, request_ids: Sequence[str]) -> RootFacts:
@@ -150,7 +150,7 @@ def _compared(target_BV: Tensor, draft_BV: Tensor, root_ids_B1: Tensor) -> Float
 
 
 def _spread(known: Tensor, is_known_B: np.ndarray) -> np.ndarray:
-    """Return float32 rows for all sequences; zeros for unknown ones."""
+    """Return float32 rows for all sequences; zeros for sequences without features."""
     spread = np.zeros((len(is_known_B), known.shape[1]), dtype=np.float32)
     spread[is_known_B] = known.float().cpu().numpy()
     return spread
