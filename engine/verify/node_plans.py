@@ -86,7 +86,7 @@ def _first(rows: Tensor, count: int) -> Tensor:
 
 
 class AcceptanceSplit(NamedTuple):
-    """Float64. `tried_MC`: probability that a try is accepted if the earlier tries were refused; `final_M`: the mass left after all."""
+    """Float64. `tried_MC`: probability that a try is accepted if all before it were refused; `final_M`: mass left after all."""
 
     tried_MC: Float[Tensor, "M C"]
     final_M: Float[Tensor, " M"]
