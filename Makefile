@@ -69,7 +69,7 @@ test: $(INSTALLED) ## run the whole suite on every core
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 $(ARGS)
 
 test-fast: $(INSTALLED) ## run the tests that need no model: about a minute on two cores
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 tests/unit tests/selector -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 tests/selector tests/unit -m "not slow" $(ARGS)
 
 cluster-test: $(INSTALLED) $(CLUSTER)/.installed ## run the tests of replicas behind a gateway
 	CLUSTER_VENV=$(abspath $(CLUSTER)) $(BIN)/python -m pytest tests/cluster $(ARGS)

@@ -76,9 +76,9 @@ def build_engine(
 ) -> Engine:
     """Load everything and return an engine that is ready to step. Takes seconds to a minute.
 
-    `adaptive` creates the policies that are not part of the engine. `models` caches loaded models, so that engines of
-    the same number format and device can share weights. `load` is by default `load_whole`. Raises BadConfiguration, or what
-    engine.weights raises.
+    `adaptive` creates the policies that are not part of the engine. `models` caches loaded models, so that engines of the same
+    number format and device can share weights. `load` is by default `load_whole`. Raises BadConfiguration and the errors of
+    engine.weights.
     """
     require_exact(config.expansion, config.verifier)
     if config.num_threads:
@@ -139,7 +139,7 @@ def build_engine(
 
 
 def build_served(config: EngineConfig, adaptive: PolicyFactory | None = None) -> Engine | AuditedEngine:
-    """Return the engine that a worker runs, wrapped in the audit if that is enabled. Raises what `build_engine` raises."""
+    """Return the engine that a worker runs, wrapped in the audit if that is enabled. Raises the errors of `build_engine`."""
     if not config.audit_share:
         return build_engine(config, adaptive, load=load_whole if config.drafter == "early-exit" else load_prepared)
     engine = build_engine(config, adaptive)
@@ -214,7 +214,7 @@ class _Models:
     loaded: Models
 
     def load(self, reference: str, dtype: str, device: torch.device) -> CausalModel:
-        """Return the model of a reference. Raises what the loader and engine.weights raise."""
+        """Return the model of a reference. Raises the errors of the loader and of engine.weights."""
         if (reference, dtype) not in self.loaded:
             self.loaded[reference, dtype] = self.loader(resolve(reference).folder, dtype, device)
         return self.loaded[reference, dtype]

@@ -1,7 +1,7 @@
 """Reuse of a policy's choice for a fixed number of steps, as long as the same sequences decode.
 
-A choice of plain decoding is also reused for a changed batch that is not smaller, but for fewer steps, since drafting may pay
-for new sequences.
+If the batch changes but does not shrink, a choice of plain decoding is still reused, but for fewer steps: drafting may pay for
+new sequences.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import replace
 from engine.core.policy import ExpansionChoice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
 from engine.core.tree import PLAIN
 
-_CHANGED_BATCH_STEPS = 8  # for which plain decoding is reused once the batch has changed
+_CHANGED_BATCH_STEPS = 8  # most steps of plain decoding that are reused after the batch has changed
 
 
 class CachedChoice:

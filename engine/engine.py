@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionChoice, ExpansionPolicy
-from engine.core.step_observer import StepObserver
+from engine.core.step_observer import PolicyFeedback, StepObserver
 from engine.core.step_plan import Feeding, Row, StepPlan
 from engine.core.tree import PLAIN
 from engine.core.types import DraftSource, ErrorCode, FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
@@ -26,7 +26,7 @@ from engine.draft.trees.grow import grow, growers_of, learn
 from engine.draft.trees.grower import Growth
 from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.slot_digests import SlotDigests
-from engine.model.root_features import Ending, RootFeatures
+from engine.model.root_features import RootFeatures
 from engine.model.target import Target
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.scheduler.sequence import Sequence
@@ -34,7 +34,7 @@ from engine.structured_output.grammars import CompiledGrammars, no_grammars
 from engine.structured_output.masks import GrammarMasks
 from engine.structured_output.pending import PendingGrammars
 from engine.teacher_forcing import TeacherForcing
-from engine.trace.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_of
+from engine.trace.stats import CommittedRecord, RowOutcome, StepRecord, Stopwatch, stats_of
 from engine.trace.tracer import traced_rows, with_traces
 from engine.trace.tree_probs import traced_probs
 from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of
@@ -95,7 +95,7 @@ class Engine:
         self.grammars = GrammarMasks(grammars, 2 * config.max_running)
         self._pending_grammars = PendingGrammars(grammars)
         self._judge = Judge(self.grammars)
-        self._observers: list[StepObserver] = []
+        self._observers: list[StepObserver] = [self._roots, PolicyFeedback(policy)]
         self._calibrations = Calibrations()
         self._scheduler = Scheduler(config, drafter.feeding if drafter else Feeding.TARGET_CACHE)
         self._ended: list[TokenEvent] = []  # requests that ended between steps
@@ -175,7 +175,9 @@ class Engine:
         outcomes, events = self._commit(plan, growth, passed, verdicts)  # 5. Keep the accepted paths and emit their tokens.
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(outcomes), watch.laps)  # laps are still added
         watch.lap("commit")
-        self._policy.observe(feedback_of(record))
+        committed = CommittedRecord(record, growth.forest, passed.nodes_NV)
+        for observer in self._observers:
+            observer.after_commit(committed)
         watch.lap("learn")
         stats, rows = stats_of(record, self._scheduler), traced_rows(record, probs)
         for observer in self._observers:
@@ -263,8 +265,6 @@ class Engine:
         """Commit chunks and paths, and learn from the verdicts. Return the outcomes of the decoding rows, and all events."""
         self._commit_chunks(plan, passed.prompts.failed)
         outcomes = self._commit_paths(plan, growth, verdicts)
-        if self._roots.is_watching:
-            self._roots.note(_endings(outcomes, growth), passed.nodes_NV, growth.forest.draft_probs_RV)
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._take_ended(), *(self._event(one, passed.nodes_NV) for one in outcomes)]
         return outcomes, with_prompt_logprobs(events, passed.prompts.logprobs)
@@ -300,7 +300,7 @@ class Engine:
         return outcomes
 
     def _end_failed(self, request_id: str, why: VerificationFailure) -> None:
-        """End a request. Only if its logits are not finite, its cached prefix is invalidated for others too."""
+        """End a request. If its logits are not finite, its cached prefix is invalidated for other requests too."""
         if why.code is ErrorCode.LOGITS_NOT_FINITE:
             self._scheduler.fail(request_id)
         else:
@@ -339,18 +339,6 @@ def _failure_event(row: Row, why: VerificationFailure) -> TokenEvent:
     text = f"{why.reason} (at position {row.root_position})"
     _logger.error("request %s: %s", row.request_id, text)
     return TokenEvent(row.request_id, finish=FinishReason.ERROR, error=text, error_code=why.code)
-
-
-def _endings(outcomes: SequenceOf[RowOutcome], growth: Growth) -> dict[str, Ending]:
-    """Return where the step ended for each request that continues."""
-    endings = {}
-    for outcome, probs_rows in zip(outcomes, growth.forest.probs_rows, strict=True):
-        row, verdict, emission = outcome.row, outcome.verdict, outcome.emission
-        if isinstance(verdict, Verdict) and emission is not None and emission.finish is None:
-            last = verdict.path[-1]
-            slot = row.slots[row.root_position + last]
-            endings[row.request_id] = Ending(outcome.offset + last, probs_rows[last], slot, verdict.extra_id, row.sampling)
-    return endings
 
 
 def with_end_tokens(request: Request, info: ModelInfo) -> Request:

@@ -66,6 +66,6 @@ def record(steps: GraphResources, limits: SchedulerConfig, target: Target, draft
     if isinstance(drafter, ModelDrafter) and drafter.reads_tables:
         prepared.append(drafter.record(steps))
     elif isinstance(drafter, HeadDrafter) and attend is not None:
-        end = limits.max_model_len + limits.max_step_tokens  # of positions, including those of drafted nodes
+        end = limits.max_model_len + limits.max_step_tokens  # of positions, including positions of drafted nodes
         prepared.append(drafter.record(steps, attend, end))
     return prepared

@@ -1,7 +1,7 @@
 """The memory that an engine needs, computed from configurations and file headers before any weight is loaded.
 
-Knows sizes, not tensors. Weights and pools are exact. The memory of a step is an upper bound of its largest tensors: logits and
-distributions of every node, scores and masks of the longest text.
+Knows sizes, not tensors. Weights and pools are exact. The memory of a step is an upper bound of its largest tensors: every node's
+logits and distribution, the longest text's scores and masks.
 """
 
 import os
@@ -62,7 +62,7 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A device's bytes that this process may use, and those that are free now."""
+    """The bytes of a device that this process may use, and the bytes that are free now."""
 
     total: int
     free: int
@@ -155,7 +155,7 @@ def _step_bytes(config: EngineConfig, target: Configuration) -> int:
 def _replay_bytes(config: EngineConfig, target: Configuration, device: torch.device) -> int:
     """Return the bytes of replayed passes: the input table, and the logits of target and drafter.
 
-    Their intermediate tensors replace those of a step and are not counted twice.
+    Their intermediate tensors replace a step's tensors and are not counted twice.
     """
     text, limits = target.get_text_config(), config.scheduler
     if why_not_replayed(config, target, device) is not None:

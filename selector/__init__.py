@@ -1,1 +1,1 @@
-"""The adaptive policy: which trees a step drafts, by what acceptance and costs predict."""
+"""The adaptive policy: chooses a step's trees by predicted acceptance and costs."""

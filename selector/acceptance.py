@@ -1,8 +1,8 @@
 """Estimates expected tokens, nodes and rounds of every tree on the menu, for each sequence, before anything is drafted.
 
-An Estimator does not know seconds. The one here keeps decaying counts. Trees that are chosen whole count accepted tokens by
-depth. Noise-aware trees add up the probabilities of their nodes by least chance. One formula shrinks every estimate (`_shrunk`):
-the prior of a depth is the depth above it, the prior of a sequence is its kind (temperature and verifier).
+An Estimator does not know seconds. The one here keeps decaying counts. Trees without a least chance count accepted tokens by
+depth. Noise-aware trees add up the probabilities of their nodes by least chance. One formula shrinks every estimate (`_shrunk`).
+The prior of a depth is the depth above it; the prior of a sequence is its kind (temperature and verifier).
 
 Shape key: B sequences, M entries of a menu, D depths, K entries with a least chance, T of them with evidence from a tree.
 """
@@ -85,7 +85,7 @@ class _Counts:
         self._accepted = self._expected = 0.0  # accepted nodes of noise-aware trees, and the sum of their probabilities
 
     def add_depths(self, counts_4D: Array) -> None:
-        """Add a tree that was chosen whole."""
+        """Add a tree without a least chance."""
         self._prior = None
         self._by_depth *= self._decay
         self._by_depth += counts_4D
@@ -100,7 +100,7 @@ class _Counts:
         self._expected = self._decay * self._expected + expected
 
     def rates_under(self, prior: _Rates, is_kind: bool) -> _Rates:
-        """Return the rates, shrunk towards `prior`. Those of a kind are scaled by accepted over expected nodes."""
+        """Return the rates, shrunk towards `prior`. A kind's rates are scaled by accepted over expected nodes."""
         if self.rates is None or self._prior is not prior:
             accepted, tried, offered, requested = self._by_depth.tolist()
             tokens, nodes, rounds, trees = self._by_chance.tolist()
@@ -250,10 +250,10 @@ class CountedAcceptance:
 
 
 class _MenuColumns:
-    """The columns of a menu by how they are estimated: by depth for trees chosen whole, by least chance for noise-aware ones.
+    """The columns of a menu by estimation: by least chance for noise-aware trees, by depth for all others.
 
-    `chance_places` are the places of the noise-aware trees among the estimator's. Each tree chosen whole has competing siblings,
-    nodes, and whether a level follows, by depth, [M, D].
+    `chance_places` are the places of the noise-aware trees among the estimator's. Each other tree has competing siblings, nodes,
+    and whether a level follows, by depth, [M, D].
     """
 
     def __init__(self, menu: Menu, num_depths: int, least: list[float]) -> None:
@@ -269,7 +269,7 @@ class _MenuColumns:
             self._has_next_MD[row, : entry.max_depth - 1] = 1.0
 
     def expected(self, accepted_BD: Array, offered_BD: Array) -> Array:
-        """Return expected tokens, nodes and rounds of trees chosen whole, [3, B, M]."""
+        """Return expected tokens, nodes and rounds of trees without a least chance, [3, B, M]."""
         reached_BMD = np.cumprod(1.0 - (1.0 - accepted_BD[:, None]) ** self._widths_MD, axis=2)
         drafted_BD = np.cumprod(offered_BD, axis=1)
         return np.stack([1.0 + reached_BMD.sum(2), drafted_BD @ self._nodes_MD.T, 1.0 + drafted_BD @ self._has_next_MD.T])
@@ -317,7 +317,7 @@ def best_reach(expansion: Expansion, acceptance: float) -> list[float]:
 def _start_of(entries: Sequence[Expansion]) -> list[list[float]]:
     """Return tokens, nodes and rounds that each entry adds to the one before, without any evidence, [3, K].
 
-    Nodes of any probability bring as many tokens as those of half of it, since there are twice as many.
+    Nodes of any probability add as many tokens as nodes of half that probability, since there are twice as many of these.
     """
     least_K = np.array([1.0, *(one.least_chance for one in entries)])
     tokens_K, nodes_K = -_START_TOKENS * np.log(least_K), _START_TOKENS * (1.0 / least_K - 1.0)

@@ -41,7 +41,7 @@ GENERIC_REST = (1.0, *(0.02,) * len(KNOTS), 0.002, 0.002, 0.01, 0.01)
 GENERIC_DRAFT = (0.01, 0.09, 0.005, 0.005)
 
 _COMMON_VARIANCE, _MEMORY_VARIANCE, _OWN_VARIANCE = 0.75, 0.25, 0.09
-_MEMORY_BOUND = ("step", "key", "pass", "pass_key")  # coefficients of what is read from memory
+_MEMORY_BOUND = ("step", "key", "pass", "pass_key")  # coefficients of reading memory
 FORGETTING = 0.9995  # factor of the covariance at each step; the prior covariance fills the rest
 NOISE = 0.15  # standard deviation of a step's seconds, relative
 MOST_SIGMAS = 2.5  # beyond which a step is an outlier

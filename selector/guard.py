@@ -33,7 +33,7 @@ class GuardedPolicy:
             _logger.log(self._level(), "the policy fails to learn from a step", exc_info=True)
 
     def _level(self) -> int:
-        """Return the log level: an error for the first failure, debugging for later ones."""
+        """Return the log level: an error for the first failure, debugging for later failures."""
         level = logging.DEBUG if self._has_failed else logging.ERROR
         self._has_failed = True
         return level

@@ -65,7 +65,7 @@ class Menu:
         """Return the menu for these sequences, and which entries each may have, [B, M]. None means all of them.
 
         A sequence may have trees on which its verifier is exact, within its bound on nodes and the rest of its text. It may have
-        none while its prompt is fed. All deterministic rows, also greedy ones, use the menu of the coupled rule.
+        none while its prompt is fed. All deterministic rows, also greedy rows, use the menu of the coupled rule.
         """
         verifiers = ["coupled" if one.sampling.is_greedy else one.verifier for one in views]
         are_alike = len(set(verifiers)) == 1
@@ -131,8 +131,8 @@ def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = Non
 def menu_for_all(expansion: Expansion, verifier: str, largest: Expansion | None = None) -> Menu:
     """Return the family's menu with trees for other verifiers, no larger than `largest`.
 
-    Delayed trees are joined by noise-aware ones, for deterministic rows. Trees that find their own shape are joined by chains, on
-    which every verifier is exact.
+    Beside delayed trees there are noise-aware trees, for deterministic rows. Beside trees that find their own shape there are
+    chains, on which every verifier is exact.
     """
     family = menu_of(expansion, verifier, largest)
     if len(family) == 1:

@@ -130,8 +130,8 @@ class AdaptiveExpansion:
     def _probe(self, batch: _PolicyBatch, search: Search, best: Step) -> tuple[Step | None, int]:
         """Return the step with a probe of the sequences that are due, or None, and the steps for which the choice is reused.
 
-        Plain sequences get the tree with the least loss, drafting ones the deepest affordable tree. If a probe of all that are
-        due is too expensive, only the first is probed. Without a probe, plain decoding is reused until the next one.
+        Plain sequences get the tree with the least loss, drafting sequences the deepest affordable tree. If a probe of all that
+        are due is too expensive, only the first is probed. Without a probe, plain decoding is reused until the next one.
         """
         places = best.places
         due, next_due = self._probes.due(batch.views, [not place for place in places])
@@ -182,7 +182,7 @@ class AdaptiveExpansion:
     def _batch(self, views: Sequence[SequenceView], own: dict[str, Expansion]) -> _PolicyBatch:
         """Separate the sequences to choose for from the others, and add up the work that no choice changes.
 
-        Every sequence counts as decoding: a prompt is fed once, whatever is chosen.
+        Every sequence counts as decoding: a prompt is fed once under any choice.
         """
         share = self._num_passes / self._num_rounds
         free = tuple(index for index, view in enumerate(views) if view.is_free)

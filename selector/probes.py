@@ -1,10 +1,9 @@
-"""Decides when to probe: to draft a tree that does not look best, since only drafts give evidence of acceptance.
-
-A probe is one step with a tree for the sequences that are due: some tree for plain sequences, a larger one for drafting ones.
-An account pays for it. Every step adds a small share of its seconds to the account, and a probe is charged with what it
-measurably lost. A full account pays for any probe, because the estimated cost may be wrong. A sequence whose probe had no
-accepted token waits twice as long for the next one. A new sequence waits as long as the last one that was probed. There is no
-clock and no randomness.
+"""Decides when to probe: to draft a tree that is not estimated to be best, since only drafts give evidence of acceptance. A probe
+is one step with a tree for the sequences that are due: any tree for plain sequences, a larger tree for drafting sequences. An
+account limits the cost. Every step adds a small share of its seconds to the account, and a probe is charged with its measured
+loss. A full account pays for any probe, because the estimated cost may be wrong. After a probe without an accepted token the
+interval to the next probe doubles. A new sequence has the interval of the last probed sequence. There is no clock and no
+randomness.
 """
 
 from collections.abc import Sequence
@@ -13,15 +12,15 @@ from math import inf
 
 from engine.core.policy import DraftOutcome, SequenceView
 
-_SHARE = 0.005  # of all seconds, at most, for probes
-_SHORTEST, _LONGEST = 8, 64  # tokens of a sequence between its probes
-_MOST_SAVED_STEPS = 2.0  # plain steps' seconds that the account holds
-_MOST_LOST_STEPS = 16.0  # bound of a charge: a step may be long because another program ran
+_SHARE = 0.005  # largest share of all seconds for probes
+_SHORTEST, _LONGEST = 8, 64  # interval: tokens of a sequence between its probes
+_MOST_SAVED_STEPS = 2.0  # most seconds of the account, in plain steps
+_MOST_LOST_STEPS = 16.0  # largest charge, in plain steps: a step may be long because another program ran
 
 
 @dataclass
 class _Wait:
-    """The tokens between two probes of a sequence, and its token count at the last one. Plain and drafting sequences differ."""
+    """The tokens between two probes of a sequence, and its token count at the last probe. `is_plain`: it decodes plainly."""
 
     is_plain: bool
     interval: int
@@ -29,7 +28,7 @@ class _Wait:
 
 
 class Probes:
-    """Keeps the account, which begins full, and each sequence's wait. `probed` are the sequences of the probe under way."""
+    """Keeps the account, full at first, and each sequence's interval. `probed` are the sequences of the current probe."""
 
     def __init__(self) -> None:
         self.probed: set[str] = set()
@@ -56,9 +55,8 @@ class Probes:
         return loss_s <= self._saved_s
 
     def due(self, views: Sequence[SequenceView], is_plain: Sequence[bool]) -> tuple[list[int], int]:
-        """Return the rows that are due, the most overdue first, and the tokens until another one is due.
-
-        All of them are plain, or all draft, like the first.
+        """Return the rows that are due, the most overdue first, and the tokens until the next row is due. Either all of them are
+        plain or all draft, like the first.
         """
         found: list[tuple[int, int]] = []
         waits: dict[str, _Wait] = {}

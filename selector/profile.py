@@ -200,7 +200,7 @@ def _rest_coefficients(works: Sequence[StepWork], seconds_C: Array) -> tuple[flo
 
 
 def _draft_coefficients(steps: Sequence[StepFeedback], step_s: float) -> tuple[float, ...]:
-    """Return coefficients that fit the drafting of steps: generic ones without drafts, nearly zero for features that none has."""
+    """Return coefficients that fit the drafting of steps: generic without drafts, nearly zero for features that no step has."""
     generic = tuple(factor * step_s for factor in GENERIC_DRAFT)
     drafting = [step for step in steps if step.work.num_rounds and step.draft_s > 0.0]
     if not drafting:

@@ -1,10 +1,9 @@
 """Finds the step with the most expected tokens a second over the batch.
 
-The batch shares a step's seconds: rounds of growth are paid once, and a node is only worthwhile if it adds more tokens a second
-than the batch has. Each entry of the menu is tried for all sequences that may have it, then for the best half, quarter and so
-on. From the best step, sequences are left out one by one, those with the smallest gain per node first. The cost model evaluates
-whole steps. Entries are not chosen for each sequence alone, since the maximum of many uncertain estimates is rarely as good as
-it looks.
+The batch shares a step's seconds: rounds of growth are paid once. A node is only worthwhile if it adds more tokens a second than
+the batch has. Each entry of the menu is tried for all sequences that may have it, then for the best half, quarter and so on. From
+the best step, sequences are left out one by one, the smallest gain per node first. The cost model evaluates whole steps. Entries
+are not chosen for each sequence alone, since the maximum of many uncertain estimates is rarely as good as it looks.
 
 Shape key: B sequences, M entries by depth, C candidate steps, N nodes, Z sizes of the other trees.
 """
@@ -28,7 +27,7 @@ _SPREAD = np.array([-1.28, -0.52, 0.0, 0.52, 1.28])  # equally likely numbers of
 
 @dataclass(frozen=True)
 class BatchLoad:
-    """The part of a step that no choice changes, and what a node adds for each sequence.
+    """The part of a step that no choice changes, and the cost of a node for each sequence.
 
     `base` is the work of plain decoding with the trees that requests configure themselves. `base_tokens` are the tokens of
     sequences without a choice. `context` are the cached tokens of the others, `draws` is 1 for a sampled sequence and 0 for a
@@ -122,7 +121,7 @@ class Search:
     def _alike(self, kept: Sequence[int]) -> Places:
         """Return candidates for each entry, [C, B]: all sequences that may have it do, then the best half, quarter and so on.
 
-        The best are those with the most expected tokens. The other sequences keep their entries.
+        The best sequences have the most expected tokens. The other sequences keep their entries.
         """
         num_rows, tokens_BM, entries_M1 = len(self._rows_B), self.estimates.tokens, np.arange(len(self._menu))[:, None]
         is_allowed_BM = np.ones_like(tokens_BM, dtype=np.bool_) if self._is_allowed_BM is None else self._is_allowed_BM
@@ -135,7 +134,7 @@ class Search:
         return np.concatenate(candidates)
 
     def _fewer(self, best: Step) -> Places:
-        """Return candidates in which fewer and fewer sequences draft, those with the largest gain per node, [C, B]."""
+        """Return candidates in which fewer and fewer sequences draft, the largest gain per node, [C, B]."""
         places_B = np.array(best.places)
         index_B = places_B + self._rows_B
         gain_B = (self.estimates.tokens.take(index_B) - 1.0) / np.maximum(self.estimates.nodes.take(index_B), 1e-9)
@@ -161,7 +160,7 @@ class Search:
         return self._load.base_tokens + self.estimates.tokens.take(index_CB).sum(1), seconds_C
 
     def _rounds(self, places_CB: Places, rounds_CB: Array) -> Array:
-        """Return the expected rounds of each candidate, those of its longest tree.
+        """Return the expected rounds of each candidate: the rounds of its longest tree.
 
         A tree either has all levels or ends after the first, with the probability that gives its own expected rounds.
         """
@@ -175,7 +174,7 @@ class Search:
 def never_less(costs: list[float]) -> list[float]:
     """Return the nearest non-decreasing costs by least squares.
 
-    A node that costs more than the next ones is only taken together with them. Each of them gets their mean cost.
+    A node that costs more than the next nodes is only taken together with them. Each gets their mean cost.
     """
     blocks: list[tuple[float, int]] = []
     for cost in costs:

@@ -1,4 +1,4 @@
-"""Adds to the OpenAPI schema what FastAPI does not know: which operations need an API key."""
+"""Adds API keys to the OpenAPI schema: FastAPI cannot derive which operations need one."""
 
 from collections.abc import Collection
 from typing import Any

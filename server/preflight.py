@@ -1,4 +1,4 @@
-"""What can be refused before anything is loaded. Importing this module is fast."""
+"""Refusals of settings before anything is loaded. Importing this module is fast."""
 
 import errno
 import os

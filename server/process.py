@@ -128,7 +128,7 @@ def serve(settings: Settings) -> str | None:
 
 
 def _freeze_loaded() -> None:
-    """Exempt what is loaded from later collections: they would delay every stream and probe."""
+    """Exempt loaded objects from later collections, which would delay every stream and probe."""
     gc.collect()
     gc.freeze()
 

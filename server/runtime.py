@@ -87,7 +87,7 @@ class Runtime:
 
     @property
     def tool_support(self) -> ToolSupport:
-        """What the chat template supports of tools; raises EngineUnavailable whenever `codec` does."""
+        """The chat template's support of tools; raises EngineUnavailable whenever `codec` does."""
         _ = self.codec
         return self._tool_support
 
@@ -154,7 +154,7 @@ class Runtime:
             self._on_fatal(reason)
 
     async def stop(self, drain_s: float) -> None:
-        """Admit no more requests, let the running ones finish for up to `drain_s`, end the rest. A later call may shorten it."""
+        """Admit no more requests, let running requests finish for up to `drain_s`, end the rest. A later call may shorten it."""
         self._is_stopping = True
         if self._task is not None:
             self._task.cancel()

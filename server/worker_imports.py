@@ -1,4 +1,5 @@
-"""Imports what a worker needs. The template process imports this module; workers are forked from it (engine.worker.process)."""
+"""Imports the modules that a worker needs. The template process imports this module; workers are forked from it
+(engine.worker.process)."""
 
 import gc
 import os

@@ -4,7 +4,7 @@
 import { readFileSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 
-// What the playground's code needs of a page, written out as text.
+// The parts of a page that the playground's code needs, written as text.
 class Element {
   constructor(name) {
     Object.assign(this, { name, attributes: {}, children: [], textContent: "" });
@@ -73,7 +73,7 @@ function picture(width, height, title, ...children) {
   return `${svg}\n`;
 }
 
-// The tree itself, with what its parts are called above it.
+// The tree itself, with the names of its parts above it.
 function delayedTree(step) {
   const { nodes, width, height } = placed(step);
   const spans = [["root", "last token"], ["trunk", "trunk"], ["branch", "branches"], ["extra", "the model’s"]];
@@ -113,7 +113,7 @@ function mask(step) {
   return picture(columns + nodes.length * CELL + 40, end + 70, "The mask of one pass", ...parts);
 }
 
-// How the coupled rule walks down: the model draws at each node, and the walk goes on while a child carries what was drawn.
+// How the coupled rule walks down: the model draws at each node, and the walk continues while a child has the drawn token.
 function acceptedPath(step) {
   const ROW = 46;
   const columns = { after: 24, offered: 150, drawn: 480, verdict: 620 };
@@ -147,7 +147,7 @@ function chip(x, y, text, part, isTaken) {
   return tree;
 }
 
-// Every tree of the menu by what it costs and brings; tokens a second are the slope of a line from the corner.
+// Every tree of the menu by its cost and expected tokens; tokens a second are the slope of a line from the corner.
 function weighed(menu) {
   const WIDTH = 780, LEFT = 62, TOP = 30, RIGHT = 740, BOTTOM = 350;
   const mostMs = 300, mostTokens = 4.5;

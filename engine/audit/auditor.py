@@ -8,9 +8,9 @@ The selection must not depend on the generated tokens, or the test would measure
 - the first `num_tokens` tokens count, or all up to the token or the abort that ends the request.
 
 An abort falls between two steps, and the length of a step depends on its tokens. Still each counted token has the target's
-distribution given those before it, because a lossless step, completed by the target, has the target's distribution at every
-length. For t - 1 and t tokens: P(at least t tokens, y_1 .. y_t) = p(y_t | ..) P(at least t tokens, y_1 .. y_t-1). Excluding
-aborted requests would bias the test, because clients abort after certain tokens.
+distribution given the earlier tokens: a lossless step, completed by the target, has the target's distribution at every length.
+For t - 1 and t tokens: P(at least t tokens, y_1 .. y_t) = p(y_t | ..) P(at least t tokens, y_1 .. y_t-1). Excluding aborted
+requests would bias the test, because clients abort after certain tokens.
 
 Shape key: N consecutive tokens of a sequence, V vocabulary.
 """

@@ -28,7 +28,7 @@ class ChiSquare:
         """Return the total variation distance that a test at this level detects with probability .9, or 1 if there is none.
 
         Approximate: the noncentral chi-square distribution is taken as normal. A distribution at total variation d from the
-        expected one has noncentrality at least 4 n d^2 (Cauchy and Schwarz), so any change of the pooled cells that large is
+        expected one has noncentrality at least 4 n d^2 (Cauchy and Schwarz). So any change of the pooled cells of this size is
         detected.
         """
         if not self.freedom:
@@ -47,8 +47,8 @@ def survival(statistic: float, freedom: int) -> float:
 def likelihood_ratio_test(observed: Sequence[float], expected: Sequence[float]) -> ChiSquare:
     """Test observed against expected counts, both of the same total, by the likelihood ratio with Williams' correction.
 
-    The statistic is G = 2 sum o log(o / e), not Pearson's sum (o - e)^2 / e: on small cells, at the low levels of many
-    simultaneous tests, Pearson's false alarm rate exceeds its level. Williams, "Improved likelihood ratio tests for complete
+    The statistic is G = 2 sum o log(o / e), not Pearson's sum (o - e)^2 / e. Many simultaneous tests have low levels, and there
+    Pearson's false alarm rate on small cells exceeds its level. Williams, "Improved likelihood ratio tests for complete
     contingency tables", Biometrika 1976.
     """
     cells = pooled_cells(observed, expected)

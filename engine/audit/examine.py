@@ -1,4 +1,4 @@
-"""Compares an engine's output with the reference: distribution tests of sampled tokens, exact checks of deterministic ones.
+"""Compares an engine's output with the reference: distribution tests of sampled tokens, exact checks of deterministic tokens.
 
 Shape key: N positions of one sequence, M positions of several, V vocabulary.
 """
@@ -121,7 +121,7 @@ def probs_test(probs_V: Float[Tensor, " V"], counts: Counter[int]) -> ChiSquare:
 def _examine_choices(
     output: SettingOutput, reference: Reference, tolerance: float, plain: Sequence[GeneratedSequence] | None = None
 ) -> ChoiceReport:
-    """Check each token of deterministic sequences, and of the `plain` ones without speculation that differ from them."""
+    """Check each token of deterministic sequences, and of `plain` sequences without speculation that differ from them."""
     others = [two for one, two in zip(output.texts, plain, strict=True) if one != two] if plain is not None else []
     tally = Tally()
     for passage in _passages(replace(output, texts=(*output.texts, *others)), reference):

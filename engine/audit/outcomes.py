@@ -106,7 +106,7 @@ class Support:
         return Tally(num_match, len(token_ids) - num_match - num_mismatch, num_mismatch)
 
     def coupled_gaps(self, noise_NV: Float[Tensor, "N V"], token_ids: Sequence[int]) -> list[float]:
-        """Return the gap of log p + noise between the best sure token and each token; infinite outside the support."""
+        """Return the gap of log p + noise between the best certain token and each token; infinite outside the support."""
         scores_NV = self.log_untruncated_NV + noise_NV
         best_N = scores_NV.masked_fill(~self.is_sure_NV, float("-inf")).amax(-1)
         own_N = _at(scores_NV.masked_fill(~self.is_perhaps_NV, float("-inf")), token_ids)

@@ -2,10 +2,10 @@
 
     u = F(y-) + U p(y)     U uniform and independent; F runs through the tokens in a fixed order
 
-If y ~ p, then u is uniform for any p, and so independent of everything before it: tokens of all prompts and positions can be
+If y ~ p, then u is uniform for any p, and so independent of everything before it. Tokens of all prompts and positions can be
 counted together. Tokens are ordered by falling target probability. A distribution that is too flat or too peaked then
-concentrates u at one end. Shape key: N draws, V vocabulary.
-Sources: Rosenblatt 1952; Brockwell, "Universal residuals", Statistics and Probability Letters 2007.
+concentrates u at one end. Shape key: N draws, V vocabulary. Sources: Rosenblatt 1952; Brockwell, "Universal residuals",
+Statistics and Probability Letters 2007.
 """
 
 from collections.abc import Sequence

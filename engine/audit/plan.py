@@ -67,7 +67,7 @@ class AuditPlan:
                 raise ValueError(f"the reference has no {names}, so they cannot be audited")
 
     def choice_settings(self) -> Iterator[Setting]:
-        """Yield the settings with deterministic tokens: greedy ones, then coupled ones."""
+        """Yield the settings with deterministic tokens: first greedy, then coupled."""
         expansions = list(dict.fromkeys(setting.expansion for setting in self.settings))
         samplings = list(dict.fromkeys(replace(setting.sampling, seed=None) for setting in self.settings))
         greedy = dict.fromkeys(replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0) for sampling in samplings)

@@ -75,8 +75,10 @@ class Reference:
 
 
 class SameBitsReference(Reference):
-    """A quantised target (engine.native). Its logits are defined by the native kernels, so these run, over one whole sequence at
-    a time: without a cache between passes, a tree or a batch. Its logits are bitwise equal to the engine's."""
+    """A quantised target (engine.native), whose logits are bitwise equal to the engine's.
+
+    The native kernels define its logits, so these run over one whole sequence at a time: no pass has a cache, a tree or a batch.
+    """
 
     def __init__(self, model: CausalModel, dtype: str) -> None:
         super().__init__(model.module)

@@ -55,7 +55,7 @@ class SampledReport:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceReport:
-    """Deterministic sequences of one setting; `num_unlike_texts` (coupled only) differ from those without speculation."""
+    """Deterministic sequences of one setting; `num_unlike_texts` (coupled only) differ from the texts without speculation."""
 
     setting: str
     num_texts: int
@@ -91,7 +91,7 @@ class Report:
 
     @property
     def num_tests(self) -> int:
-        """Number of chi-square tests, including those of each prefix."""
+        """Number of chi-square tests, including the tests of each prefix."""
         return sum(one.num_tests for one in self.sampled)
 
     @property

@@ -1,7 +1,7 @@
-"""The protocol of policies, which choose each sequence's expansion, their input and output, and two trivial policies.
+"""The protocol of policies, the records that they receive and return, and two trivial policies.
 
-A policy receives SequenceViews, returns an ExpansionChoice and observes StepFeedback afterwards. The adaptive policy is in the
-selector package, which the engine never imports.
+A policy receives SequenceViews, chooses an expansion for each (ExpansionChoice) and observes StepFeedback afterwards. The
+adaptive policy is in the selector package, which the engine never imports.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,8 +52,8 @@ class SequenceView(NamedTuple):
 class BatchViews(Sequence[SequenceView]):
     """A policy's views of a step's sequences, oldest first; created on first access.
 
-    Steps with the same `composition` have the same sequences, all decoding, in the same order, so a policy can reuse a choice
-    without looking at the views. It is None while a prompt is fed. `has_news`: cached text may predict the next tokens of a
+    Steps with the same `composition` have the same sequences in the same order, all decoding. So a policy can reuse a choice
+    without reading the views. It is None while a prompt is fed. `has_news`: cached text may predict the next tokens of a
     sequence.
     """
 
@@ -101,7 +101,7 @@ ROOT_SCALARS = (
 
 @dataclass(frozen=True, slots=True)
 class RootFacts:
-    """Features of B sequences' roots from earlier passes, float32. Unknown rows are zeros.
+    """Features of B sequences' roots from earlier passes, float32. Rows of roots without features are zeros.
 
     `target_BD` is the target's last hidden state before the root. `draft_BW` is the drafter's input there: the root's embedding
     and, for a drafter that reads features, the feature before it. `scalars_BS` are ROOT_SCALARS.

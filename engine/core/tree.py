@@ -27,7 +27,7 @@ class TreeKind(StrEnum):
 
     PATH = "path"  # one child per node, sampled from a known distribution
     IID = "iid"  # samples from one distribution, duplicates merged
-    WITHOUT_REPLACEMENT = "without_replacement"  # distinct samples, each from the residual of the earlier ones
+    WITHOUT_REPLACEMENT = "without_replacement"  # distinct samples, each from the residual of the earlier samples
     FIXED_DISTINCT = "fixed_distinct"  # the same, and the number of siblings does not depend on their tokens
     SET_PLUS_SAMPLE = "set_plus_sample"  # a fixed set and one sample outside it
     DETERMINISTIC = "deterministic"  # chosen by value without sampling: beams, look-ups
@@ -185,9 +185,9 @@ PLAIN = Expansion(0, 1, 0)
 class GrowthCosts:
     """The marginal cost of a further node and of a further level, in tokens: its seconds times the tokens per second.
 
-    A node pays if its acceptance probability exceeds its cost, a level if its expected tokens do. `node` is the cost of a node
-    in a step of the expected size. `nodes`, if known, are the costs of a tree's first node, second node and so on, in ascending
-    order: a step's duration is convex, so the first nodes can be almost free and the last ones expensive.
+    A node pays if its acceptance probability exceeds its cost, a level if its expected tokens do. `node` is the cost of a node in
+    a step of the expected size. `nodes`, if known, are the costs of a tree's first node, second node and so on, in ascending
+    order. A step's duration is convex, so the first nodes can be almost free and the last nodes expensive.
     """
 
     node: float = 0.0
@@ -230,7 +230,7 @@ FREE_GROWTH = GrowthCosts()  # the whole expansion is grown
 class TokenTree:
     """A drafted token tree. Parents come before their children; the root is node 0.
 
-    `draws[v]` lists the children of node v in sampling order, a child once for each time it was sampled: i.i.d. samples that
+    `draws[v]` lists the children of node v in sampling order, a child once for each time it was sampled. So i.i.d. samples that
     coincide are one node listed twice. Verifiers need order and multiplicity (docs/verification.md). A leaf has no draws.
     """
 

@@ -49,7 +49,7 @@ class FreeBlock:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that the generated text must match: the whole text, or what follows a free `block`.
+    """A grammar that the generated text must match: the whole text, or the text after a free `block`.
 
     Numbers in JSON have bounded lengths (docs/structured.md). In a Lark text, JSON is between the two tokens `json_marks`. Two
     empty strings: the whole text is JSON. None: unknown, so numbers may have any length.
@@ -71,11 +71,11 @@ class SamplingParams:
     """How one request's tokens are sampled. Every field is exact under speculation.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `typical_p` 1 are off. With a `seed` the text is a pure
-    function of (seed, prompt, sampling), whatever is drafted, unless the request names a verifier other than coupled.
-    `num_logprobs` None returns no log-probabilities, 0 those of the generated tokens, k also the k most likely.
-    `num_prompt_logprobs` is the same for the prompt without its first token. `stop_token_ids` end the request and are not part
-    of its text. The model's end tokens are added unless `ignore_eos`. No stop token is possible before `min_tokens` tokens.
-    With `max_tokens` 0 nothing is generated.
+    function of (seed, prompt, sampling), for any drafts, unless the request names a verifier other than coupled. `num_logprobs`
+    None returns no log-probabilities. 0 returns the log-probabilities of the generated tokens, k also the k most likely tokens.
+    `num_prompt_logprobs` is the same for the prompt without its first token. `stop_token_ids` end the request and are not part of
+    its text. The model's end tokens are added unless `ignore_eos`. No stop token is possible before `min_tokens` tokens. With
+    `max_tokens` 0 nothing is generated.
 
     `logit_bias` has (token id, bias) pairs. `repetition_penalty` counts prompt and generated tokens. `presence_penalty` and
     `frequency_penalty` count generated tokens only. `allowed_token_ids`, unless None, are the only possible tokens. The token
@@ -137,7 +137,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What earlier engines, now dead, emitted for a request. The next engine continues after it and does not emit it again.
+    """The output of a request from earlier engines, now dead. The next engine continues after it and does not emit it again.
 
     `token_ids` count as generated tokens, not as prompt. `num_prompt_logprobs` is the number of emitted prompt log-probabilities.
     """
@@ -154,14 +154,14 @@ def _drawn_seed() -> int:
 class Request:
     """One sequence to generate. `request_id` is unique among live requests.
 
-    `prediction_ids` is the output that the client expects. It is used for drafting and does not change the distribution.
-    Outputs of a `tenant` may be used for drafting in later requests of the same tenant only; the empty tenant shares nothing.
-    The tenant's name up to the first slash is its `group`, an API key. Requests with the same `cache_salt` share cached
-    prefixes; None shares nothing. The queue serves groups in turn. Within its group, a request of `priority` p is queued as if
-    p more requests had arrived before it, or -p fewer if p is negative. `progress` is empty unless the request is resumed.
+    `prediction_ids` is the output that the client expects. It is used for drafting and does not change the distribution. Outputs
+    of a `tenant` may be used for drafting in later requests of the same tenant only; the empty tenant shares nothing. The
+    tenant's name up to the first slash is its `group`, an API key. Requests with the same `cache_salt` share cached prefixes;
+    None shares nothing. The queue serves groups in turn. Within its group, a request of `priority` p is queued as if p more
+    requests had arrived before it. A negative p means fewer requests. `progress` is empty unless the request is resumed.
 
     `drawn_seed` seeds the noise of a request without a seed. It is drawn once, when the request is created, and is the same in
-    each worker: the length of a step can depend on the noise of later positions, so that noise must not change on a restart.
+    each worker. The length of a step can depend on the noise of later positions, so the noise must not change on a restart.
     """
 
     request_id: str
@@ -213,7 +213,7 @@ class TokenEvent:
 
     The other fields describe speculation. `num_draft_tokens` nodes were verified. The first `num_accepted_tokens` of the
     returned tokens were drafted. `num_predicted_tokens` of the nodes were drafted from the request's prediction;
-    `predicted_places` are the indices of such tokens among the returned ones. `trace` describes the whole step, for a request
+    `predicted_places` are the indices of these tokens in `token_ids`. `trace` describes the whole step, for a request
     that is traced.
     """
 
@@ -260,15 +260,15 @@ STAGES = ("draft", "verify", "judge", "policy", "host")  # of a step; StepStats 
 class StepStats:
     """Statistics of one engine step. Counts are of this step, gauges describe the state after it.
 
-    `num_prompt_tokens` were fed for the first time. Of `num_prefix_queries` prompt tokens that were looked up in the prefix
-    cache, `num_prefix_hits` were found and not fed. Seconds: `draft_s` growing trees, `verify_s` the target's forward,
-    `judge_s` distributions and verification, `policy_s` choosing expansions and learning from feedback, `host_s` the rest.
-    `policy_reason` is the reason of the policy's choice. The policy may predict a step: `predicted_s` its seconds,
-    `predicted_speedup` its tokens per second relative to plain decoding. `accepted_per_depth[d]` counts sequences whose
-    accepted path reached depth d + 1. `expansions` counts decoding rows by their expansion's label. `drafted_by_source` and
-    `accepted_by_source` count drafted and accepted tokens by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the
-    `num_expected_rows` decoding rows whose verifier computes it. `num_realised_tokens` sums accepted depth + 1 over the same
-    rows, before limits cut it. The two differ by chance alone.
+    `num_prompt_tokens` were fed for the first time. `num_prefix_queries` prompt tokens were looked up in the prefix cache;
+    `num_prefix_hits` of them were found and not fed. Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s`
+    distributions and verification, `policy_s` choosing expansions and learning from feedback, `host_s` the rest. `policy_reason`
+    is the reason of the policy's choice. The policy may predict a step: `predicted_s` its seconds, `predicted_speedup` its tokens
+    per second relative to plain decoding. `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1.
+    `expansions` counts decoding rows by their expansion's label. `drafted_by_source` and `accepted_by_source` count drafted and
+    accepted tokens by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the `num_expected_rows` decoding rows whose
+    verifier computes it. `num_realised_tokens` sums accepted depth + 1 over the same rows, before limits cut it. The two differ
+    by chance alone.
     """
 
     step: int
@@ -322,7 +322,7 @@ class RequestDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the front end needs to know about the loaded models."""
+    """Facts of the loaded models for the front end."""
 
     name: str
     vocab_size: int

@@ -1,6 +1,6 @@
 """The head's forward pass in training: all positions of a text at once, and chains that continue from some of them.
 
-It computes in parallel what serving computes step by step (EAGLE-3's training-time test). At step 0 each position reads the
+Its parallel passes compute the same as the steps of serving (EAGLE-3's training-time test). At step 0 each position reads the
 target's feature. At step j a chain that started at position t reads its own state of step j - 1 and the text's token t + j. It
 attends to the keys of step 0 up to t, and to its own keys after t. Chains do not depend on each other, so they start at a
 sample of the positions.
@@ -26,7 +26,7 @@ def chain_states(
     starts_BC: Int[Tensor, "B C"],
     num_steps: int,
 ) -> Iterator[Float[Tensor, "B TC W"]]:
-    """Yield the head's states: those of all positions at step 0, then those of the chains at steps 1, 2, ...
+    """Yield the head's states: of all positions at step 0, then of the chains at steps 1, 2, ...
 
     The state at step j of a chain from t predicts the token after position t + j. `starts_BC` + num_steps must stay in the text.
     """

@@ -34,7 +34,7 @@ class LensReport:
 
 
 def generated_texts(model: CausalModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[list[int]]:
-    """Return each prompt with the target's own answer; odd prompts at temperature 1, even ones at 0.7."""
+    """Return each prompt with the target's own answer; odd prompts at temperature 1, even prompts at 0.7."""
     jobs = {
         index: GenerationJob(prompt, 1.0 if index % 2 else 0.7, seed + index, max_tokens) for index, prompt in enumerate(prompts)
     }

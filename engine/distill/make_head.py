@@ -61,9 +61,9 @@ def distil(
     """Train a head on texts of the target, from its checkpoint in `work` if there is one. Raises NothingToLearn.
 
     `begin` is the shape of a new head of `vocab_size` tokens, or a head to train further, in place. An existing head keeps its
-    tokens and gets more, up to `vocab_size`. Its new weights are `kept_share` of the old ones plus the rest of the trained ones,
-    so that it forgets less of other texts (Wortsman et al., arXiv 2109.01903).
-    The head uses embeddings and output head of `model`, in their own precision; the layers of `model` do not run.
+    tokens and gets more, up to `vocab_size`. Its new weights are a mean of the old weights, by `kept_share`, and the trained
+    weights. So acceptance on other texts falls less (Wortsman et al., arXiv 2109.01903). The head uses embeddings and output head
+    of `model`, in their own precision; the layers of `model` do not run.
     """
     texts = sorted(texts, key=lambda text: text.index)
     learned = [text for text in texts if not is_held_out(text) and len(text.ids_T) - text.num_prompt > plan.num_steps]

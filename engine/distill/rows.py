@@ -37,9 +37,9 @@ def require_plain_output(model: CausalModel) -> None:
 def frequent_tokens(
     model: CausalModel, texts: Sequence[Text], count: int, known_M: Int[Tensor, " M"] | None = None
 ) -> Int[Tensor, " C"]:
-    """Return `count` tokens, ascending: the known ones, and the most frequent of the others.
+    """Return `count` tokens, ascending: the known tokens and the most frequent other tokens.
 
-    A token's frequency is its count in all answers, plus its total probability in the first ones.
+    A token's frequency is its count in all answers, plus its total probability in the first answers.
     """
     mass_V = _mass(model, texts)
     for text in texts:

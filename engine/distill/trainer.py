@@ -56,7 +56,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts padded to one length. `counts_BT`: trained positions, those of answers with a known state of the target."""
+    """Texts padded to one length. `counts_BT`: trained positions, in answers and with a known state of the target."""
 
     ids_BT: Int[Tensor, "B T"]
     states_BTFD: Float[Tensor, "B T F D"]

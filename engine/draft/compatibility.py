@@ -21,7 +21,7 @@ from engine.weights.facts import ModelFacts, read_facts
 from engine.weights.fingerprint import RECIPE_KEY, Fingerprint, fingerprint
 from engine.weights.vocabulary import Vocabulary, read_vocabulary
 
-_MAX_LISTED = 3  # differences of one kind; further ones are counted
+_MAX_LISTED = 3  # differences of one kind; further differences are counted
 
 
 class UnreadableDrafter(ValueError):

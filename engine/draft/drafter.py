@@ -24,9 +24,10 @@ from engine.utils.host_transfer import integers
 class GrowingTree:
     """A tree under construction for one row. Owned by the growth loop.
 
-    Drafters only read it, with one exception: a drafter that feeds ancestors of frontier nodes adds them to `fed`. `origins` has
-    the tokens predicted by cached text, by the drafted tokens before them. `draft_probs` has the draft probabilities of candidate
-    children in the same way, for traced rows. `sharpness` is the weight of log q where tokens are ranked by log q plus noise.
+    Drafters only read it, with one exception: a drafter that feeds ancestors of frontier nodes adds them to `fed`. `origins` maps
+    the drafted tokens of a path to the tokens that cached text predicts after it. `draft_probs` maps the same paths to draft
+    probabilities of candidate children, for traced rows. `sharpness` is the weight of log q where tokens are ranked by log q plus
+    noise.
     """
 
     row: Row
@@ -149,7 +150,7 @@ class Proposal:
 
     Row i of `logits_PM` (float32) belongs to frontier node `indices[i]`; the indices ascend. The columns are the tokens of
     `vocab`, or all tokens. Nodes in `unfed` have a proposal although they were not fed. `origins[index]` has the origins of
-    tokens that cached text predicted. `passes` of the model were run; cached text needs none.
+    tokens that cached text predicted. `passes` of the model were run; cached text needs no pass.
     """
 
     indices: tuple[int, ...]
@@ -176,13 +177,13 @@ class Drafter(Protocol):
         ...
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
-        """Feed the frontier's nodes, those of one tree side by side and each after its ancestors, and propose for each."""
+        """Feed the frontier's nodes and propose for each. A tree's nodes are neighbours, ancestors first."""
         ...
 
 
 @runtime_checkable
 class FeedsForLess(Protocol):
-    """A drafter for which a token without a proposal costs only `unqueried_share` of a token with one."""
+    """A drafter for which a token without a proposal costs only `fed_only_share` of a token with one."""
 
     fed_only_share: float
 

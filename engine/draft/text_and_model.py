@@ -1,9 +1,9 @@
 """A drafter that combines cached text with a model in one tree.
 
-A node's distribution is the cache's where that is sure, the model's where the cache has no match, and else a mixture of both.
-Where the cache is sure the model is not run: a trunk of cached text needs no draft pass. If a node below such a trunk needs the
-model, the trunk is fed with it in one pass. A drafter that reads its parent's state cannot be fed so. For it a path that began
-with cached text continues with cached text alone. Shape key: P proposals, M known tokens.
+A node's distribution is the cache's if the cache is confident, the model's if the cache has no match, and else a mixture of both.
+If the cache is confident, the model is not run: a trunk of cached text needs no draft pass. If a node below such a trunk needs
+the model, the trunk is fed with it in one pass. A drafter that reads its parent's state cannot be fed in this way. Its paths that
+begin with cached text continue with cached text alone. Shape key: P proposals, M known tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,14 +24,14 @@ _MAX_DEFERRED = 128  # committed tokens of all rows whose feeding may be deferre
 
 @dataclass(frozen=True)
 class _Query:
-    """A node to be fed to the model: its index in the frontier, or None for an ancestor that is fed for a node below it."""
+    """A node to be fed to the model: its index in the frontier, None for an ancestor of a frontier node."""
 
     node: FrontierNode
     index: int | None
 
 
 class CombinedDrafter(DrafterWithTextCache):
-    """Queries the cache first, and the model where the cache is not sure. Is fed as the model is."""
+    """Queries the cache first, and the model if the cache is not confident. Is fed as the model is."""
 
     def __init__(self, model: Drafter, texts: TextCache, vocab_size: int, device: torch.device) -> None:
         super().__init__(texts)
@@ -74,7 +74,7 @@ class CombinedDrafter(DrafterWithTextCache):
         return deferred
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
-        """Propose at nodes. The model is fed those that the cache is not sure of, each after its unfed ancestors."""
+        """Propose at nodes. Nodes for which the cache is not confident are fed to the model, each after its unfed ancestors."""
         cached = distributions_at(self.texts, frontier)
         queries = list(self._queries(frontier, cached))
         late_passes = self._feed_late_roots(queries)

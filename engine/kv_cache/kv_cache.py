@@ -26,8 +26,8 @@ class KVCache:
         slots 0 to 511      layer 0: keys [H, B, K], values [H, B, K] | layer 1: keys, values | ...
         slots 512 to 1023   layer 0: keys [H, B, K], values [H, B, K] | layer 1: keys, values | ...
 
-    Torch gets one block for each layer. On a CPU a head's keys of a block are contiguous, because each head is read separately;
-    on a GPU those of a slot are. Padding tokens write to `dummy_slot`, the last one, which is never read.
+    Torch gets one block for each layer. On a CPU a head's keys of a block are contiguous, because each head is read separately.
+    On a GPU all keys of a slot are contiguous. Padding tokens write to `dummy_slot`, the last one, which is never read.
 
     Written numbers are rounded to `dtype`, by default the dtype of the first write.
     Owns the tensors. The scheduler tracks slot ownership; a canary verifies it.
@@ -105,7 +105,7 @@ class KVCache:
         return found
 
     def release(self) -> None:
-        """Return the memory of all slots to the system, for example what measurements have taken. Keys and values are lost."""
+        """Return the memory of all slots to the system, for example after measurements. Keys and values are lost."""
         if self._device.type == "cpu" and not self.is_watched:
             for memory in self._memory:
                 huge_pages.release(memory)

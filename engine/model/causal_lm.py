@@ -206,7 +206,7 @@ def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> 
 
 @contextmanager
 def _refusing(folder: Path) -> Iterator[None]:
-    """Raise UnsupportedModel in place of what transformers or a pass of ours raises for an architecture of another kind."""
+    """Raise UnsupportedModel in place of the errors of transformers or of our passes for an architecture of another kind."""
     try:
         yield
     except torch.OutOfMemoryError:

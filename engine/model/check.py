@@ -29,7 +29,7 @@ _LONGEST_CHECK = 1100
 _SAME_BITS_LENGTH, _OTHER_LENGTH = 11, 6  # tokens of a sequence compared bit for bit, and of another in its pass
 _TOLERANCE = 1e-3  # in float32; the next three are for narrower formats
 _LOOSE_TOLERANCE, _MOST_TOLERANCE = 5e-2, 0.5
-_OWN_NOISES = 3.0  # times what a model's own passes differ by
+_OWN_NOISES = 3.0  # times the difference between a model's own passes
 
 
 def check_text(model: "CausalModel") -> list[int]:

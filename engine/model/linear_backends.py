@@ -1,7 +1,7 @@
 """The kinds of linear layers: torch's own, prepacked by oneDNN, and the library's.
 
 `plain` layers are torch's. `packed` reorders float weights once into the blocked layout that oneDNN multiplies fastest on a CPU;
-results are equal up to rounding. Weights of a format that oneDNN refuses stay plain. `native` layers are those of the library
+results are equal up to rounding. Weights of a format that oneDNN refuses stay plain. `native` layers run in the library
 (engine.native), in float32, bfloat16, int8 or compact. A row's result then has the same bits in any batch.
 """
 
@@ -66,7 +66,7 @@ def _checked(linear: nn.Linear, native: NativeLinear, precision: str) -> NativeL
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN packs weights of this format on this processor. Its own answer for bfloat16 may be wrong."""
+    """Return whether oneDNN packs weights of this format on this processor. Its report for bfloat16 may be wrong."""
     try:
         PackedLinear(linear_of(torch.zeros(16, 16, dtype=dtype)))(torch.zeros(1, 16, dtype=dtype))
     except RuntimeError:
@@ -97,7 +97,7 @@ def weight_of(linear: nn.Module) -> Tensor:
 
 
 def prepare_linears(model: nn.Module, kind: str, precision: str = "float32") -> None:
-    """Replace the model's linear layers in place; `precision` is for native ones. Raise ValueError for an unknown kind.
+    """Replace the model's linear layers in place; `precision` is for native layers. Raise ValueError for an unknown kind.
 
     Each layer is freed as it is replaced, so that the weights are never in memory twice.
     """
@@ -134,6 +134,6 @@ def fastest_precision(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether the processor has bfloat16 instructions. oneDNN's own answer includes slower conversion."""
+    """Return whether the processor has bfloat16 instructions. oneDNN's report includes slower conversion."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and (not is_x86 or torch.cpu._is_avx512_bf16_supported())

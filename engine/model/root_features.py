@@ -1,15 +1,14 @@
 """Features of the next roots, computed on request from passes that have already run.
 
 A step ends each row's tree at one node, followed by one more token, the next root. At that node the target's state and
-distribution are known, often also the drafter's distribution, and the features that the drafter will read at the root. This
-module keeps references to them until the next step, and computes a policy's inputs for the requested sequences only.
+distribution are known, and the features that the drafter will read at the root. The drafter's distribution is often known too.
+This module keeps references to them until the next step, and computes a policy's inputs for the requested sequences only.
 
 Shape key: B requested sequences, C columns of scalars, N nodes with logits, R stored draft distributions, D target width,
 W width of the drafter's inputs, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -18,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.policy import ROOT_SCALARS, RootFacts
-from engine.core.types import SamplingParams
+from engine.core.step_observer import CommittedStep, Ending, StepObserver
 from engine.model.causal_lm import CausalModel
 from engine.utils.host_transfer import column, integers
 
@@ -35,18 +34,7 @@ class SlotFeatures(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """A row's last node in a step: packed index, row of its children's draft distribution, slot, and the token after it."""
-
-    node: int
-    probs_row: int | None
-    slot: int
-    root_id: int
-    sampling: SamplingParams
-
-
-class RootFeatures:
+class RootFeatures(StepObserver):
     """Returns features of the roots after the latest noted step. Passes are observed, at a cost, only after `watch`.
 
     `drafter` may read features of the target (SlotFeatures).
@@ -85,12 +73,17 @@ class RootFeatures:
         """Return the output head's inputs of the latest pass."""
         return self._head_inputs_ND
 
+    def after_commit(self, step: CommittedStep) -> None:
+        """Keep the step if roots are watched."""
+        if self._is_watching:
+            self.note(step.endings, step.logits_NV, step.draft_probs_RV)
+
     def note(self, endings: Mapping[str, Ending], logits_NV: Float[Tensor, "N V"], probs_RV: Float[Tensor, "R V"]) -> None:
         """Keep the step whose pass has just run, in place of the step before."""
         self._endings = endings
         if endings:
             assert self._head_inputs_ND is not None
-            # Nodes come first. The scored places of prompts follow, and are no roots.
+            # Nodes come first. The scored places of prompts follow; they are no roots.
             self._states_ND, self._logits_NV, self._probs_RV = self._head_inputs_ND[: len(logits_NV)], logits_NV, probs_RV
 
     def facts(self, request_ids: Sequence[str]) -> RootFacts:
@@ -157,7 +150,7 @@ def _compared(target_BV: Tensor, draft_BV: Tensor, root_ids_B1: Tensor) -> Float
 
 
 def _spread(known: Tensor, is_known_B: np.ndarray) -> np.ndarray:
-    """Return float32 rows for all sequences; zeros for unknown ones."""
+    """Return float32 rows for all sequences; zeros for sequences without features."""
     spread = np.zeros((len(is_known_B), known.shape[1]), dtype=np.float32)
     spread[is_known_B] = known.float().cpu().numpy()
     return spread

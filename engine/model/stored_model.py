@@ -1,9 +1,9 @@
 """Models as the library reads them, stored in the cache once they have passed the model check.
 
 A start reads such a file in place of the weights: nothing is converted, transformers is not imported, and the check is not
-repeated. The file's name has a digest of everything that the check and the packed weights depend on: the weights, this code, the
-library, the processor, and the versions of torch and transformers. Only a process of its own writes a file, after the check and
-after a comparison of the stored model with the checked one. So a mismatch is never stored.
+repeated. The file's name has a digest of everything on which the check and the packed weights depend: weights, code, library,
+processor, versions of torch and transformers. Only a process of its own writes a file, after the check and after a comparison of
+the stored model with the checked one. So a mismatch is never stored.
 
 A file is a safetensors file. Its sizes and the sum of its words are compared when it is read; a damaged file is made again.
 Linear layers are read into huge pages. Embeddings stay in the file: a pass reads a row for each token.
@@ -111,7 +111,7 @@ class StoredModel(CausalModel):
 
 @dataclass(frozen=True, slots=True)
 class _ModelFacts:
-    """What a CausalModel reads from transformers' configuration."""
+    """The fields of transformers' configuration that a CausalModel reads."""
 
     vocab_size: int
     max_positions: int
@@ -123,8 +123,8 @@ class _ModelFacts:
 def load_stored(folder: Path, precision: str, device: torch.device) -> StoredModel | None:
     """Return the stored model of a folder, made first if it is missing; None if it is not to be stored.
 
-    Not stored are small models, models that the library cannot run, and models for which the disk lacks space.
-    Raises what the model check raises.
+    Small models, models that the library cannot run, and models for which the disk lacks space are not stored.
+    Raises the errors of the model check.
     """
     if fastest_linears(device) != NATIVE or (count := num_parameters(folder)) < _FEWEST_PARAMETERS:
         return None
@@ -184,7 +184,7 @@ def _digest_of_code() -> str:
 
 
 def _make(folder: Path, precision: str, target: Path, entries: Path) -> None:
-    """Write the file of a model, and delete old ones."""
+    """Write the file of a model, and delete old files."""
     with long_work(f"packing {folder.name} in {precision} and checking it, once for all starts"):
         _store_in_process(folder, precision, target)
     _delete_old(entries, _prefix(folder, precision))
@@ -205,7 +205,7 @@ def _delete_old(folder: Path, prefix: str) -> None:
 
 
 def store(folder: Path, precision: str, target: Path) -> None:
-    """Load and check a model with transformers, and write it as a stored file. Raises what the check raises.
+    """Load and check a model with transformers, and write it as a stored file. Raises the errors of the check.
 
     A model that the library cannot run gives a file without tensors.
     """

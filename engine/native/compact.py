@@ -1,9 +1,9 @@
 """Weights in groups of 32 inputs, stored in the fewest bits that hold them: 4, 6 or 8. compact.h defines the layout.
 
-A checkpoint made of a GGUF file has few distinct values in a group, at equal distances: 16 in Q4_0, Q4_1 and Q4_K, 32 in Q5_0,
-64 in Q6_K. This module finds such a grid in the values themselves, so the original file is not needed. Weights on no such grid,
-for example those of Q5_1 and Q5_K, are rounded to 8 bits by the largest magnitude of their group, as in Q8_0.
-Shape key: O outputs, I inputs, N groups, K weights of a group, G groups of an output, S scales of an output, L = 64 bytes.
+A checkpoint made of a GGUF file has few distinct values in a group, at equal distances: 16 in Q4_0, Q4_1 and Q4_K, 32 in Q5_0, 64
+in Q6_K. This module finds such a grid in the values themselves, so the original file is not needed. Weights on no such grid, for
+example of Q5_1 and Q5_K, are rounded to 8 bits by the largest magnitude of their group, as in Q8_0. Shape key: O outputs, I
+inputs, N groups, K weights of a group, G groups of an output, S scales of an output, L = 64 bytes.
 """
 
 from collections.abc import Callable, Iterator

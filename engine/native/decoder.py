@@ -35,7 +35,7 @@ _PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 
 
 class UnknownDecoder(ValueError):
-    """The library does not know how to run the model."""
+    """The library cannot run the model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class NativeDecoder:
         return lambda: self._watchers.remove(watcher)
 
     def keep_features(self, cache: KVCache, features: Features) -> None:
-        """Store the inputs of these features in later passes over a cache: those of each token, in the token's slot."""
+        """Store the inputs of these features, each token's in its slot, in later passes over a cache."""
         assert cache not in self._features, "a second head for one cache"
         self._features[cache] = features
 
@@ -129,7 +129,7 @@ class NativeDecoder:
         return output.logits_NM
 
     def likeliest(self, logits_NV: Float[Tensor, "N V"]) -> list[tuple[float, int]] | None:
-        """Return what `distributions.likeliest` returns, if these are the latest pass's logits; else None."""
+        """Return the result of `distributions.likeliest` if these are the latest pass's logits, else None."""
         if self._latest is None or self._latest[0]() is not logits_NV:
             return None
         return self._latest[1]
@@ -190,7 +190,7 @@ def _norm(norm: Any) -> Float[Tensor, " D"]:
 
 
 def _rotation(embedding: Any, kind: str | None) -> Callable[[Int[Tensor, " P"]], Tables]:
-    """Return what computes the cosines and sines of a kind of layer, by the model's own embedding."""
+    """Return the function of a kind of layer's cosines and sines, by the model's own embedding."""
     options = {} if kind is None else {"layer_type": kind}
 
     def make(positions_P: Int[Tensor, " P"]) -> Tables:

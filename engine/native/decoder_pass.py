@@ -46,7 +46,7 @@ class SlotStates:
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """A draft head's features of a target's tokens, stored by the target's passes. `keeps` owns what `structure` points at."""
+    """Features of tokens, stored by the target's passes for a draft head. `keeps` owns the memory behind `structure`."""
 
     structure: library.FeaturesStructure
     keeps: tuple[object, ...]
@@ -74,7 +74,7 @@ class Runner:
         slot_states: SlotStates | None = None,
         features: Features | None = None,
     ) -> Output:
-        """Run one pass over the packed tokens; write their keys; return logits of the chosen ones, and the `kept` states.
+        """Run one pass over the packed tokens; write their keys; return logits of the chosen tokens, and the `kept` states.
 
         A target's pass stores the inputs of `features`. A draft head reads `slot_states`, or computes `features` from their
         slots. It writes its states of the chosen tokens to their slots.

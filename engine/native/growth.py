@@ -96,7 +96,7 @@ class GrownTree:
     """A grown tree; node 0 is the root. `by_age` has the other nodes in the order in which they were offered.
 
     `offers` are the places of the nodes' offers, -1 for a node without one. `keeps_slot`: the node was fed under its final
-    number. `chances` are acceptance probabilities. Those `given_parent` are conditional on the parent, and uncorrected.
+    number. `chances` are acceptance probabilities. `given_parent` are conditional on the parent, and uncorrected.
     """
 
     parents: tuple[int, ...]
@@ -111,7 +111,7 @@ class GrownTree:
 class Growing:
     """The trees of a step, a context manager: call `round` until the frontier is empty, then `finish`.
 
-    `addresses` are those of Runner.shared_addresses; `keeps` owns what they point at. A token at position 0 reads slot
+    `addresses` are those of Runner.shared_addresses; `keeps` owns the memory that they point at. A token at position 0 reads slot
     `before_all`. Each tree's root is the last token of one of the `fed` rows.
     """
 
@@ -173,7 +173,7 @@ class Growing:
 
         `predicted` is cached text's prediction at each node; columns from M on are of `unknown` tokens. The head does not run on
         a node whose prediction `is_sure`. Return, for each predicted token, whether most of its probability comes from cached
-        text; and what the head was fed.
+        text; and the counts of fed tokens.
         """
         assert len(predicted) == len(is_sure) == len(self.frontier)
         firsts, columns, odds = flattened(predicted)

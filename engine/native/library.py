@@ -1,4 +1,4 @@
-"""Finds the compiled library and declares its functions. Structures mirror those of linear.h, pass.h, growth.h and walk.h."""
+"""Finds the compiled library and declares its functions and the structures of linear.h, pass.h, growth.h and walk.h."""
 
 import ctypes
 import hashlib
@@ -124,7 +124,7 @@ class FedRowStructure(Structure):
 
 
 class Fed(Structure):
-    """The number of tokens that a round fed to the head, and of those among them that need a distribution."""
+    """The number of tokens that a round fed to the head, and how many of them need a distribution."""
 
     _fields_ = (("num_tokens", c_int64), ("num_queried", c_int64))
 

@@ -31,7 +31,7 @@ _COMPACT = {4: 3, 6: 4, 8: 5}  # the library's number of compact weights, by bit
 
 @dataclass(frozen=True, eq=False)
 class PackedWeights:
-    """A layer's weights as the library reads them. It owns what `structure` points at."""
+    """A layer's weights as the library reads them. It owns the memory that `structure` points at."""
 
     num_inputs: int
     num_outputs: int

@@ -19,7 +19,7 @@ from engine.native import library
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Cached text's prediction of one token: columns, their probabilities, and the trust in it. No columns: no prediction."""
+    """Cached text's prediction of one token: columns, their probabilities, and its confidence. No columns: no prediction."""
 
     columns: Sequence[int]
     odds: Sequence[float]
@@ -27,7 +27,7 @@ class Predicted:
 
 
 class Flat(NamedTuple):
-    """Predictions as flat arrays: each prediction's first token and the end, columns, and float32 probabilities, then trusts."""
+    """Predictions as flat arrays: each prediction's first token and the end, columns, float32 probabilities, confidences."""
 
     firsts: list[int]
     columns: list[int]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.core.policy import RootFacts
+from engine.core.step_observer import Ending
 from engine.core.step_plan import Feeding, Row, SamplingContext, StepPlan
 from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.core.types import Request, SamplingParams, Speculation
@@ -23,7 +24,6 @@ from engine.draft.trees.grow import grow, grow_by, growers_of
 from engine.draft.trees.grower import Growth
 from engine.draft.trees.nested import Nested, Truncation
 from engine.engine import Engine
-from engine.model.root_features import Ending
 from engine.sampling.distributions import processed_probs
 from engine.verify.coupled import judge_greedy
 from engine.verify.forest import Forest

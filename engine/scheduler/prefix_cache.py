@@ -85,7 +85,7 @@ class PrefixCache:
             block.is_finite = True
 
     def release(self, sequence: Sequence) -> list[int]:
-        """Release a sequence's blocks. Finite blocks stay cached; return the slots of the other unused ones.
+        """Release a sequence's blocks. Finite blocks stay cached; return the slots of the other unused blocks.
 
         The sequence's table is not changed.
         """

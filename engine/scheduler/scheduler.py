@@ -66,7 +66,7 @@ class Scheduler:
         self._composition = 0  # incremented whenever the set of running sequences changes
         self._decoding_batch: list[Sequence] | None = None  # the running sequences, once all of them decode
         self._step = 0
-        self.traces_all = False  # whether all rows are traced, not only those of requests that enable it
+        self.traces_all = False  # whether all rows are traced, not only rows of requests that enable it
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
@@ -83,7 +83,7 @@ class Scheduler:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be allocated, including those of unused blocks."""
+        """Slots that can be allocated, including slots of unused blocks."""
         return self.pool.num_free + self._prefix_cache.num_unused_slots
 
     @property
@@ -177,7 +177,7 @@ class Scheduler:
         return stepping
 
     def _unblocked(self) -> Iterator[Sequence]:
-        """Yield the running sequences, except those whose next block is being computed for an older sequence.
+        """Yield the running sequences, except sequences whose next block is being computed for an older sequence.
 
         Simultaneous requests with the same prompt thus compute it once.
         """
@@ -205,7 +205,7 @@ class Scheduler:
         """Turn the wanted expansions, one for each of `views`, into rows within the token budget and the slots, oldest first.
 
         `most_tokens` lowers the budget of the configuration. `keeps_up` feeds drafters that fall behind plain rows.
-        `growth_costs` apply to the trees of the policy, not to those that requests set.
+        `growth_costs` apply to the policy's trees, not to trees that requests set.
         """
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
         sequences = self._stepping()

@@ -51,7 +51,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated so far, including those of earlier engines."""
+        """Tokens generated so far, including tokens from earlier engines."""
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     @property

@@ -1,7 +1,7 @@
 """The pool of cache slots. A slot holds the keys and values of one token, in every layer of the target and of the drafter.
 
-Pages have size one: a sequence's table maps logical positions to slots, so keeping an accepted path is a permutation of
-integers and no key or value ever moves (docs/architecture.md). Knows which slots are free; does not know their content.
+Pages have size one: a sequence's table maps logical positions to slots. So keeping an accepted path is a permutation of integers,
+and no key or value ever moves (docs/architecture.md). Knows which slots are free; does not know their content.
 """
 
 from collections.abc import Callable, Iterable, Sequence

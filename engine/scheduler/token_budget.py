@@ -1,6 +1,6 @@
 """The token budget of one step, divided between prompts and trees, and among the rows of each, by max-min fairness.
 
-Plain arithmetic over demands; knows no sequences and no slots.
+Plain arithmetic over demands, without sequences and slots.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ def fair_shares(demands: Sequence[int], total: int) -> list[int]:
 def share_tokens(demands: Sequence[TokenDemand], max_step_tokens: int) -> list[TokenShare]:
     """Return each row's share of a step.
 
-    Every row gets one token. Unfed prompts have priority on half of the step, and also get what trees do not need. A row whose
-    prompt ends in this step may draft within the rest.
+    Every row gets one token. Unfed prompts have priority on half of the step, and also get the tokens that trees do not need. A
+    row whose prompt ends in this step may draft within the rest.
     """
     if all(demand == _PLAIN_DEMAND for demand in demands):
         return [_PLAIN_SHARE] * len(demands)

@@ -1,4 +1,4 @@
-"""A priority queue of waiting sequences with fast removal, whatever its length.
+"""A priority queue of waiting sequences with fast removal at any length.
 
 A heap with lazy removal: the entry of a removed sequence is skipped when it reaches the front. The heap is rebuilt when most of
 its entries are stale.

@@ -11,7 +11,7 @@ _DOT_IS_ALL = re.compile(r"\(\?[a-zA-Z]*s")  # a flag that ECMAScript does not h
 
 
 def rust_pattern(pattern: str) -> str:
-    """Return the equivalent expression in Rust's syntax; what Rust does not support is left unchanged."""
+    """Return the equivalent expression in Rust's syntax; parts that Rust does not support are left unchanged."""
     dot = "." if _DOT_IS_ALL.search(pattern) else _NO_LINE_END
     parts: list[str] = []
     is_in_class, at = False, 0

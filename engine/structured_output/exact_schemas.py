@@ -46,12 +46,12 @@ _EXPONENT = re.compile("([eE][+-]?)[0-9]+$")
 
 
 def exact_schema(text: str) -> str:
-    """Return a schema that the library enforces exactly; raise ValueError with the place of what it cannot enforce."""
+    """Return a schema that the library enforces exactly; raise ValueError with the place of a part that it cannot enforce."""
     return _dumped(_exact(_decoder().decode(text)))
 
 
 def exact_lark(text: str) -> str:
-    """Return a Lark grammar with exact schemas; raise ValueError with the place of what the library cannot enforce."""
+    """Return a Lark grammar with exact schemas; raise ValueError with the place of a part that the library cannot enforce."""
     return with_schemas_replaced(text, lambda schema: _dumped(_exact(schema)), _decoder())
 
 

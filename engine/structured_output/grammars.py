@@ -1,6 +1,6 @@
 """Compiles grammars for one tokenizer with llguidance, within limits, or refuses them.
 
-The HTTP server compiles grammars here too, so that it refuses the same ones as the engine. docs/structured.md describes the
+The HTTP server compiles grammars here too, so that it refuses the same grammars as the engine. docs/structured.md describes the
 library's behaviour for each kind of grammar.
 """
 

@@ -27,7 +27,7 @@ def schemas_in(lark: str, decoder: json.JSONDecoder, *, skips_invalid: bool = Fa
 def with_schemas_replaced(
     lark: str, replace: Callable[[Any], str], decoder: json.JSONDecoder, *, skips_invalid: bool = False
 ) -> str:
-    """Return a Lark grammar with another text for each schema. Raises what `schemas_in` raises."""
+    """Return a Lark grammar with another text for each schema. Raises the errors of `schemas_in`."""
     parts, end = [], 0
     for start, after, schema in schemas_in(lark, decoder, skips_invalid=skips_invalid):
         parts += [lark[end:start], replace(schema)]

@@ -68,7 +68,7 @@ class _TextMatcher:
         self._num_words = (grammars.vocabulary.vocab_size + 31) // 32
         self._eos_token_ids = frozenset(grammars.vocabulary.eos_tokens)
         self._text: list[int] = []
-        self._path: list[int] = []  # what the matcher has consumed after the text
+        self._path: list[int] = []  # the tokens that the matcher has consumed after the text
         self._masks: dict[Path, Words] = {}
         self._may_retry = True
         has_numbers = grammar.has_known_json

@@ -69,7 +69,7 @@ class TokenDigits:
         self._with_exponent = [token_id for token_id, data in enumerate(self._tokens) if _LONG_EXPONENT.search(data)]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; those of a special token are its name."""
+        """Return the bytes of a token: of a special token, its name."""
         return self._tokens[token_id]
 
     def too_long(self, position: JsonPosition, limit: int) -> Words | None:

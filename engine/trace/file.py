@@ -45,7 +45,7 @@ class TraceFile:
         """Close the file. A second call does nothing."""
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # closing flushes again what could not be written
+            with suppress(OSError):  # closing flushes the unwritten bytes again
                 file.close()
 
 

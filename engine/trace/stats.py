@@ -6,13 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from jaxtyping import Float
+from torch import Tensor
+
 from engine.core.policy import DraftOutcome, ExpansionChoice, NodeChances, StepFeedback, StepWork
+from engine.core.step_observer import Ending
 from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.core.types import DraftSource, FinishReason, StepStats
 from engine.draft.drafter import ModelPasses
 from engine.draft.trees.grower import NodeValues
 from engine.scheduler.scheduler import Emission, Scheduler
+from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict, VerificationFailure
 
 
@@ -64,6 +69,14 @@ class RowOutcome:
         """E[tau + 1 | tree], the mean of `accepted_depth` + 1, if the verifier computes it."""
         return self.verdict.expected_tokens if isinstance(self.verdict, Verdict) else None
 
+    def ending(self, probs_rows: Sequence[int | None]) -> Ending | None:
+        """Return where the step ended, None for a request that does not continue."""
+        if not isinstance(self.verdict, Verdict) or self.emission is None or self.emission.finish is not None:
+            return None
+        last = self.verdict.path[-1]
+        slot = self.row.slots[self.row.root_position + last]
+        return Ending(self.offset + last, probs_rows[last], slot, self.verdict.extra_id, self.row.sampling)
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -89,6 +102,32 @@ class StepRecord:
     def num_emitted(self) -> int:
         """Tokens emitted in the step."""
         return sum(len(outcome.emission.new_ids) for outcome in self.outcomes if outcome.emission)
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRecord:
+    """A step's record with its tensors, for the time of the step. The feedback does not keep the tensors."""
+
+    record: StepRecord
+    forest: Forest
+    logits_NV: Float[Tensor, "N V"]
+
+    @property
+    def feedback(self) -> StepFeedback:
+        """The costs and outcomes of the step."""
+        return feedback_of(self.record)
+
+    @property
+    def endings(self) -> dict[str, Ending]:
+        """Where the step ended for each request that continues."""
+        rows = zip(self.record.outcomes, self.forest.probs_rows, strict=True)
+        endings = ((outcome.row.request_id, outcome.ending(probs_rows)) for outcome, probs_rows in rows)
+        return {request_id: ending for request_id, ending in endings if ending is not None}
+
+    @property
+    def draft_probs_RV(self) -> Float[Tensor, "R V"]:
+        """The distributions from which drafted tokens were sampled."""
+        return self.forest.draft_probs_RV
 
 
 def feedback_of(record: StepRecord) -> StepFeedback:

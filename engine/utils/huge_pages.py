@@ -1,7 +1,7 @@
-"""Host memory in huge pages, for tensors that passes read from end to end: a page of 2 MiB replaces 512 small ones in the TLB.
+"""Host memory in huge pages, for tensors that passes read from end to end: a page of 2 MiB replaces 512 small pages in the TLB.
 
 These are Linux's transparent huge pages: `/sys/kernel/mm/transparent_hugepage/enabled` must not be `never`. Without free huge
-pages Linux uses small ones. A page takes no memory before it is written.
+pages Linux uses small pages. A page takes no memory before it is written.
 """
 
 import ctypes

@@ -48,7 +48,7 @@ class _Lines:
 
 
 def lines_to_logging() -> None:
-    """Make the lines of progress, and those of transformers, records of `logging` from now on."""
+    """From now on, write lines of progress, also of transformers, as records of `logging`."""
     global _is_logged
     _is_logged = True
 
@@ -60,7 +60,7 @@ def progress_line(text: str) -> None:
 
 @contextmanager
 def long_work(what: str, is_announced: bool = True) -> Iterator[None]:
-    """Write what is being done, and again after each LONG_INTERVAL_S seconds without a line, until it is done.
+    """Write a line about a task, and again after each LONG_INTERVAL_S seconds without a line, until it is done.
 
     Work inside other work, or its bar, is written in its place. Without `is_announced` the first line comes later.
     """

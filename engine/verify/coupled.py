@@ -1,6 +1,6 @@
 """Verification by one token per node: the coupled rule and greedy decoding.
 
-It needs no draft distribution and is exact on any tree, because the output is the one of plain decoding with the same seed.
+It needs no draft distribution and is exact on any tree, because the output is plain decoding's with the same seed.
 
 Shape key: B trees, N packed nodes, M visited nodes of one depth, V vocabulary.
 """
@@ -89,7 +89,7 @@ def judge_greedy(trees: Sequence[TokenTree], choice_ids_N: Sequence[int]) -> lis
 
 
 class Coupled:
-    """The token after a node of depth d is arg max (log p + g), g the noise of its position: the same text for the same seed.
+    """The token after a node of depth d is arg max (log p + g), where g is the noise of its position. So one seed has one text.
 
     Drafts ranked by s log q + g with the same g are accepted often; any other drafts are exact as well.
     """
@@ -124,7 +124,7 @@ def judge_coupled_natively(
 ) -> list[Verdict]:
     """Return Coupled's verdicts, computed by the native library from the `rows` of logits of the trees' nodes.
 
-    Requires distributions that depend on logits and temperature alone. Only those of visited nodes are computed. Raises
+    Requires distributions that depend on logits and temperature alone. Only visited nodes are computed. Raises
     NonFiniteDistributionError as Coupled does.
     """
     noise_keys = [

@@ -17,8 +17,8 @@ from engine.core.tree import ROOT, TokenTree
 class AcceptanceProbs(NamedTuple):
     """The results of phase 1 for one tree, by node. They do not depend on random numbers.
 
-    `tries[v]`: the children tried after node v, in order. `tried[v]`: the probability that each try is accepted if those before
-    it were refused. `final[v]`: the probability that v is accepted if all its children were refused.
+    `tries[v]`: the children tried after node v, in order. `tried[v]`: the probability that each try is accepted if the earlier
+    tries were refused. `final[v]`: the probability that v is accepted if all its children were refused.
     """
 
     tries: Sequence[Sequence[int]]
@@ -76,6 +76,6 @@ class TopDown:
 
 
 def first_accept_probs(probs: Float[Tensor, "*batch C"]) -> Float[Tensor, "*batch C"]:
-    """Return the probability that each try is the first to be accepted; probs[j] holds if those before j were refused."""
+    """Return the probability that each try is the first to be accepted; probs[j] holds if the tries before j were refused."""
     refused = (1.0 - probs).cumprod(-1)
     return probs * torch.cat([torch.ones_like(probs[..., :1]), refused[..., :-1]], -1)

@@ -166,7 +166,7 @@ def _with_own_expectation(verdict: Verdict, row: Row) -> Verdict:
 def logprobs_of(
     logits_NV: Float[Tensor, "N V"], nodes: Sequence[int], ids: Sequence[int], num_top: int
 ) -> tuple[TokenLogprobs, ...]:
-    """Return the log-probability of `ids[i]` after packed node `nodes[i]`, and those of up to `num_top` likeliest tokens there.
+    """Return the log-probability of `ids[i]` after packed node `nodes[i]`, and of up to `num_top` likeliest tokens there.
 
     They are of the given logits: raw logits give the target's own, without the request's bias, penalties and temperature.
     """

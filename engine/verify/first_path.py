@@ -1,7 +1,7 @@
 """The plan of rules for a single path: it uses the first draw after each node and ignores the others.
 
 This module selects the nodes of the first path; WithoutReplacement verifies them. The first draw after a node has the draft
-distribution whatever is drawn later, so the plan is exact wherever children are draws.
+distribution, and later draws do not change this. So the plan is exact on trees whose children are draws.
 """
 
 from collections.abc import Sequence

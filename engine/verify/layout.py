@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class TreeLevel:
-    """Nodes that are processed together, those with most tries first.
+    """Nodes that are processed together, most tries first.
 
     `probs_rows_M` is the row of the distribution from which a node's children were drawn, 0 if there is none. Try j of node m has
     token `tokens_MC[m, j]` and leads to packed node `children_Y[m C + j]`; a missing try has token 0 and the dummy. The first
@@ -57,12 +57,12 @@ class Layout:
 
     @property
     def dummy(self) -> int:
-        """The packed number of no node, N."""
+        """The packed number of the dummy, N."""
         return len(self.tries)
 
     @cached_property
     def all_levels(self) -> TreeLevel:
-        """The levels end to end: a table of every try. Its ranks cannot be looped over, unlike a level's."""
+        """The levels end to end: a table of every try. Unlike a level, it cannot be looped over by rank."""
         return self._end_to_end(self.groups)
 
     @cached_property
@@ -71,7 +71,7 @@ class Layout:
         return self._cut(self.all_levels, self.groups)
 
     def level(self, nodes: Iterable[int]) -> TreeLevel:
-        """Return these packed nodes as a level, reordered so that those with most tries come first."""
+        """Return these packed nodes as a level, reordered by their tries, most first."""
         group = _most_tries_first(nodes, self.tries)
         return self._cut(self._end_to_end([group]), [group])[0]
 

@@ -58,7 +58,7 @@ class NodeFamilies:
         return _first(self.tokens_MC, self.num_tried[rank]).narrow(1, rank, 1)
 
     def first(self, count: int) -> "NodeFamilies":
-        """Return the first `count` families, those with most tries."""
+        """Return the first `count` families, which have the most tries."""
         if count == len(self.nodes_M):
             return self
         return replace(
@@ -86,7 +86,7 @@ def _first(rows: Tensor, count: int) -> Tensor:
 
 
 class AcceptanceSplit(NamedTuple):
-    """Float64. `tried_MC`: probability that a try is accepted if those before it were refused; `final_M`: mass left after all."""
+    """Float64. `tried_MC`: probability that a try is accepted if all before it were refused; `final_M`: mass left after all."""
 
     tried_MC: Float[Tensor, "M C"]
     final_M: Float[Tensor, " M"]
@@ -111,7 +111,7 @@ class NodePlan(Protocol):
 
 
 class TargetDraw:
-    """NSS: draw y from the target and descend if y is a child: pi(y|X) = a p(y) whatever X. Exact on any tree."""
+    """NSS: draw y from the target and descend if y is a child: pi(y|X) = a p(y) for every X. Exact on any tree."""
 
     reads_draft = False
 
@@ -175,7 +175,7 @@ class WithoutReplacement:
         return tree.children
 
     def split(self, families: NodeFamilies) -> AcceptanceSplit:
-        """Try the children in order, each against q without those before it."""
+        """Try the children in order, each against q without the earlier children."""
         return split_in_order(families, _remove)
 
     def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
@@ -225,7 +225,7 @@ class _Refusals:
     """Families whose tries are refused one after another. Each refusal updates copies of p and q.
 
     The weights are w = a p, of total a. A refusal makes S = sum (w - q)+, w <- (w - q)+ / (S + 1 - a) and
-    a <- S / (S + 1 - a). Scalars are float64 whatever the dtype of the rows.
+    a <- S / (S + 1 - a). Scalars are float64 for rows of any dtype.
     """
 
     def __init__(self, families: NodeFamilies, after_refusal: _AfterRefusal) -> None:

@@ -1,7 +1,7 @@
 """The plan of rules that decide on one token and descend if it was drafted, and the decision that accepts a selected draw.
 
-A decision becomes a node plan: the probabilities of drafted tokens are the children's shares, all others the extra token's.
-Decisions are made in k_seq.py; draws are selected in selections.py and khisti.py.
+A decision becomes a node plan: the probabilities of drafted tokens are the children's shares, all other probabilities belong to
+the extra token. Decisions are made in k_seq.py; draws are selected in selections.py and khisti.py.
 
 Shape key: M families, A <= M of them with tries, C tries, V vocabulary. Formulas write p for the target distribution, a for the
 prefix mass, X for the draws.

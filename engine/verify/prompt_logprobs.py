@@ -30,7 +30,7 @@ class ScoredTokens:
 
 
 def scored_prompt_tokens(plan: StepPlan, trees: Sequence[TokenTree]) -> list[ScoredTokens]:
-    """Return the prompt tokens that a step scores, for rows with `num_prompt_logprobs`; `trees` are those of decoding rows."""
+    """Return the prompt tokens that a step scores, for rows with `num_prompt_logprobs`; `trees` belong to the decoding rows."""
     found, remaining, start = [], iter(trees), 0
     for row in plan.rows:
         if row.sampling.num_prompt_logprobs is not None and row.num_new_prompt_tokens:

@@ -22,8 +22,7 @@ class SetPlusSample:
 
     Top-down it is the greedy multi-draft rule (arXiv 2502.18779; with one fixed token SpecHub, 2411.05289). Bottom-up it is a
     reconstruction of UniVer (2605.04543) from the theorem of docs/verification.md, made without that paper's pseudo-code. It may
-    differ in what it accepts, but it is lossless. The draft distribution is the drafter's full distribution; q~ is its part
-    outside H.
+    accept other tokens, but it is lossless. The draft distribution is the drafter's full distribution; q~ is its part outside H.
     """
 
     reads_draft = True

@@ -32,7 +32,7 @@ class Masses(NamedTuple):
     """The results of phase 1, float64, on the device. They do not depend on random numbers.
 
     `prefix_P`: a node's mass before its children are tried. Level by level, `tried_Y`: the probability that a try is accepted if
-    those before it were refused; `final_M`: the probability that a node is accepted if all its children were refused.
+    the earlier tries were refused; `final_M`: the probability that a node is accepted if all its children were refused.
     """
 
     prefix_P: Float[Tensor, " P"]
@@ -112,8 +112,8 @@ class PlannedForest:
     def extra_weights(self, level: TreeLevel, prefix_P: Float[Tensor, " P"]) -> Float[Tensor, "M V"]:
         """Return unnormalised distributions of the extra token after each node of a level, if all its children were refused.
 
-        An empty residual means that refusal has probability 0, so only rounding leads there. Then the result is the target's own
-        distribution, never a uniform one.
+        An empty residual means that refusal has probability 0, so it occurs only by rounding. Then the result is the target's own
+        distribution, never a uniform distribution.
         """
         families = self.families(level, prefix_P)
         weights_MV = self.plan.residual(families)
@@ -142,7 +142,7 @@ class TwoPhase:
             self.direction.stop_distribution(tree, probs) for tree, probs in zip(forest.trees, case.acceptance_probs(masses))
         ]
 
-        # 2. That node, drawn for each tree.
+        # 2. The last accepted node, drawn for each tree.
         nodes = [draw_one(distribution, chance) for distribution, chance in zip(stop_probs, _uniforms(keys, Stream.ACCEPT))]
 
         # 3. The extra token, drawn from the residual after the node's children.
@@ -158,7 +158,7 @@ def _expected_tokens(tree: TokenTree, stop_distribution: Sequence[float]) -> flo
 
 
 def _extra_ids(case: PlannedForest, masses: Masses, nodes: Sequence[int], keys: Sequence[StepKey]) -> list[int]:
-    """Draw the extra token after `nodes[b]` of each tree b, a few nodes at a time, those with most tries first."""
+    """Draw the extra token after `nodes[b]` of each tree b, a few nodes at a time, most tries first."""
     ends = [offset + node for offset, node in zip(case.forest.offsets, nodes)]
     order = sorted(range(len(ends)), key=lambda b: -case.layout.num_tries(ends[b]))
     drawn: list[Tensor] = []

@@ -1,7 +1,7 @@
 """Chat templates, rendered as `transformers` renders them. Importing transformers takes seconds and hundreds of megabytes.
 
-The environment, its functions and the form of the messages are those of `transformers.utils.chat_template_utils`, which
-tests/unit/weights/test_stored_tokenizer.py compares with this module. Templates are untrusted: they run in jinja2's sandbox.
+The environment, its functions and the form of the messages equal `transformers.utils.chat_template_utils`.
+tests/unit/weights/test_stored_tokenizer.py compares both. Templates are untrusted: they run in jinja2's sandbox.
 """
 
 import json
@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-# Names of a message's reasoning. Templates read the first one; those of gpt-oss read the second.
+# Names of a message's reasoning. Templates read the first name; gpt-oss templates read the second.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -43,7 +43,7 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """Return what `dict.fromkeys` returns."""
+        """Return the result of `dict.fromkeys`."""
         return dict.fromkeys(*args, **kwargs)
 
 

@@ -1,6 +1,6 @@
 """Convert one GGUF file to a folder that transformers loads in seconds. Run as a program, in its own process.
 
-It completes the result of transformers' GGUF loader, which cannot be saved as it is, and which has one end token where a chat
+It completes the result of transformers' GGUF loader, which cannot be saved as it is. The result has one end token, and a chat
 model has several. The separate process returns the conversion's memory, and separates its output.
 """
 

@@ -4,7 +4,7 @@ from engine.core.refusal import Refusal
 
 
 class WeightsError(Exception):
-    """Weights cannot be found, fetched or converted. The message is one line: what failed, and what to do."""
+    """Weights cannot be found, fetched or converted. The message is one line: the failure and its remedy."""
 
 
 class UnusableReference(Refusal, WeightsError):

@@ -25,7 +25,7 @@ class ModelFacts:
 
 
 def read_facts(folder: Path) -> ModelFacts:
-    """Return the facts of a model folder. Raises what `read_config` raises."""
+    """Return the facts of a model folder. Raises the errors of `read_config`."""
     text = read_config(folder).get_text_config()
     try:
         return ModelFacts(
@@ -47,7 +47,7 @@ def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:
 
 
 def end_tokens(of_settings: int | list[int] | None, of_configuration: int | list[int] | None) -> tuple[int, ...]:
-    """Return the end tokens of the generation settings, else those of the configuration; there may be none."""
+    """Return the end tokens of the generation settings, else the end tokens of the configuration; there may be none."""
     ids = of_configuration if of_settings is None else of_settings
     if ids is None:
         return ()

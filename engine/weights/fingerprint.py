@@ -24,7 +24,7 @@ _SAMPLE_BYTES = 1024  # of every tensor
 class Fingerprint:
     """Sizes of a model, and digests of its vocabulary and weights.
 
-    `tokenizer` covers every token's string and id, `special_tokens` the ids of special ones. `num_tokens` counts all tokens,
+    `tokenizer` covers every token's string and id, `special_tokens` the ids of special tokens. `num_tokens` counts all tokens,
     `vocab_size` the rows of the output head. `weights` changes with any training: it covers names, types and shapes of all
     tensors, and a kilobyte of each.
     """

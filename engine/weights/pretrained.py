@@ -1,4 +1,4 @@
-"""Loads from model folders what transformers reads there: configuration, tokenizer, weights. No code of a folder is ever run.
+"""Loads configuration, tokenizer and weights from model folders by transformers. No code of a folder is ever run.
 
 A model type that cannot be served is refused by its name as soon as its configuration is read. Importing this module does not
 import transformers, which takes seconds.
@@ -46,7 +46,7 @@ def load_tokenizer(folder: Path, **options: Any) -> Any:
 
 
 def load_module(folder: Path, **options: Any) -> Any:
-    """Return the model of a folder, from safetensors alone. Raises what `load_config` and transformers raise."""
+    """Return the model of a folder, from safetensors alone. Raises the errors of `load_config` and transformers."""
     from transformers import AutoModelForCausalLM
 
     load_config(folder)
@@ -59,7 +59,7 @@ def refused(model_type: object, why: object) -> UnsupportedModel:
 
 
 def refuse_by_configuration(config: Any) -> None:
-    """Raise UnsupportedModel for what needs no pass to be seen, or what a short pass would not show."""
+    """Raise UnsupportedModel for properties that are visible without a pass, or that a short pass would not show."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -104,10 +104,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _read(load: Callable[[], Any], what: str, folder: Path) -> Any:
-    """Return what `load` returns; raise WeightsError in place of what transformers raises for a file."""
+    """Return the result of `load`; raise WeightsError in place of transformers' errors for a file."""
     try:
         return load()
-    except Exception as error:  # what transformers raises for files of others has no common base
+    except Exception as error:  # transformers' errors for other projects' files have no common base
         if "trust_remote_code" in str(error):  # it advises this argument
             raise UnsupportedModel(f"the {what} of {folder} needs {_OWN_CODE}") from error
         raise WeightsError(f"the {what} of {folder} cannot be read: {one_line(error)}") from error

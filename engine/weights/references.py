@@ -19,7 +19,7 @@ from engine.weights.fetch import fetch_gguf
 from engine.weights.hub import is_hub_id, snapshot
 from engine.weights.presets import EXACT, Preset, load_presets
 
-# Part of a converted folder's name. Raise it when engine/weights/convert.py changes what it writes, or a preset its `weights`.
+# Part of a converted folder's name. Raise it when engine/weights/convert.py changes its output, or a preset its `weights`.
 RECIPE = 2
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

@@ -1,4 +1,4 @@
-"""Work in a process of its own: what it imports and loads takes no memory of this process afterwards.
+"""Work in a process of its own, whose imports and loaded files take no memory of this process afterwards.
 
 The module is run as a program. Its stdout is the result, or the kind of the error and the reason in one line.
 """

@@ -1,7 +1,7 @@
 """Configurations of models without transformers, whose import takes seconds: read once by transformers, then from the cache.
 
-A stored configuration has the attributes of transformers' text configuration, defaults included. It serves what reads sizes. A
-model is built from transformers' own.
+A stored configuration has the attributes of transformers' text configuration, defaults included. It serves code that reads sizes.
+A model is built from transformers' own.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from engine.weights import pretrained
 from engine.weights.cache import WeightsCache, default_root
 from engine.weights.separate_process import reported, run_apart
 
-_VERSION = 2  # of the file's form, and of what `refuse_by_configuration` refuses
+_VERSION = 2  # of the file's form, and of the refusals of `refuse_by_configuration`
 
 Configuration: TypeAlias = Any  # transformers' configuration, or a StoredConfig
 

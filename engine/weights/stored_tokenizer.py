@@ -1,9 +1,9 @@
 """Tokenizers without transformers, whose import takes seconds and hundreds of megabytes.
 
 transformers builds a folder's tokenizer from several files, by rules of its own for many models. So transformers builds it once,
-in a process of its own, and the result is stored in the cache: the JSON of the tokenizers library, and what transformers adds to
-it. A stored tokenizer must give the ids and texts of transformers for sample texts. A tokenizer that works otherwise, for example
-in Python, is loaded by transformers as before.
+in a process of its own, and the result is stored in the cache. The result is the JSON of the tokenizers library, with the
+additions of transformers. A stored tokenizer must give the ids and texts of transformers for sample texts. A tokenizer that works
+otherwise, for example in Python, is loaded by transformers as before.
 
     {"version": ..., "digest": ..., "class_name": ..., "special_tokens_map": ..., ...}     one line
     {"version":"1.0","truncation":null, ... }                                              the tokenizers library's
@@ -52,7 +52,7 @@ _CHAT = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What transformers adds to the tokenizers library's JSON. `reason`: why only transformers can run the tokenizer."""
+    """The additions of transformers to the tokenizers library's JSON. `reason`: why only transformers can run the tokenizer."""
 
     class_name: str
     special_tokens_map: Mapping[str, str]
@@ -90,7 +90,7 @@ class StoredTokenizer:
         return self.backend_tokenizer.get_added_tokens_decoder()
 
     def __len__(self) -> int:
-        """Return the number of tokens, added ones included."""
+        """Return the number of tokens, added tokens included."""
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     def get_vocab(self) -> dict[str, int]:
@@ -249,12 +249,12 @@ def _facts(tokenizer: Any) -> _Facts:
         split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
         reason=reason,
     )
-    json.dumps(asdict(facts))  # raises TypeError for what JSON does not hold
+    json.dumps(asdict(facts))  # raises TypeError for a value that JSON cannot hold
     return facts
 
 
 def _differences(copy: StoredTokenizer, tokenizer: Any) -> Iterator[str]:
-    """Yield what differs between a stored tokenizer and transformers' for sample texts."""
+    """Yield the differences between a stored tokenizer and transformers' for sample texts."""
     texts = [*_SAMPLES, " ".join(token.content for token in copy.added_tokens_decoder.values())]
     for text in texts:
         for adds, splits in ((True, False), (False, False), (False, True)):

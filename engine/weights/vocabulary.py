@@ -78,7 +78,7 @@ def _tokens(vocab: Any) -> dict[int, str]:
 
 
 def _added_by_configuration(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the tokens of tokenizer_config.json, which transformers adds to those of tokenizer.json."""
+    """Return the tokens of tokenizer_config.json, which transformers adds to the tokens of tokenizer.json."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
@@ -86,7 +86,7 @@ def _added_by_configuration(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _splitting(content: Mapping[str, Any]) -> list[Any]:
-    """Return the rules that split text. Merges are pairs in new files, `first second` in old ones; Unigram splits by scores."""
+    """Return the rules that split text. Merges are pairs in new files, `first second` in old files; Unigram splits by scores."""
     model = content["model"]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
     scores = model["vocab"] if isinstance(model["vocab"], list) else None

@@ -175,7 +175,7 @@ class WorkerClient:
 
     @property
     def _is_needed(self) -> bool:
-        """Whether new requests may arrive, or live ones wait for a worker."""
+        """Whether new requests may arrive, or live requests need a worker."""
         return not self._is_drain_over.is_set() and (not self._is_stopping or len(self._request_table) > 0)
 
     async def _pause(self, seconds: float) -> None:

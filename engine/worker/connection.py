@@ -76,7 +76,7 @@ class WorkerConnection:
             raise
 
     async def launch(self) -> None:
-        """Launch the worker, off the event loop. Raises what the launcher raises."""
+        """Launch the worker, off the event loop. Raises the errors of the launcher."""
         self._process = await in_daemon_thread(lambda: self._launcher.launch(self._addresses), "worker-launcher")
         self._launched_at = time.monotonic()
         _logger.info("worker %d launched as process %s", self._number, self._process.pid)
@@ -119,7 +119,7 @@ class WorkerConnection:
         self.post(encode_message(Shutdown()))
 
     def kill(self, cause: str) -> None:
-        """Kill the worker, or have it killed once it is launched. The first cause is the one that WorkerDied reports."""
+        """Kill the worker, or have it killed once it is launched. WorkerDied reports the first cause."""
         self._cause = self._cause or cause
         if self._process is not None:
             self._process.kill()
@@ -154,7 +154,7 @@ class WorkerConnection:
         return events
 
     def _kill_if_silent(self) -> None:
-        # Called right after the inbox was emptied: a stalled event loop must not look like a silent worker.
+        # Called right after the inbox was emptied, so that a stalled event loop is not mistaken for a silent worker.
         age_s = self.heartbeat_age_s
         if age_s is None and time.monotonic() - self._launched_at > self._limits.first_heartbeat_limit_s:
             self.kill(f"it sent nothing for {self._limits.first_heartbeat_limit_s:g} s after its launch and was killed")

@@ -1,7 +1,7 @@
 """An EngineService whose engine runs in a thread of this process, for tests and tools.
 
-It has the same loop, request table and guarantees as the worker process and its client, with one exception: a thread cannot
-be killed, so a failed or hung engine is reported and not replaced.
+It has the same loop, request table and guarantees as the worker process and its client, with one exception. A thread cannot be
+killed, so a failed or hung engine is reported and not replaced.
 """
 
 import asyncio

@@ -65,7 +65,7 @@ class Worker:
         self._send = send
 
     def serve(self) -> None:
-        """Send Ready, then loop until a Shutdown. Raises what the engine raises, and IntegrityError."""
+        """Send Ready, then loop until a Shutdown. Raises the engine's errors and IntegrityError."""
         self._send(Ready(self._engine.info))
         while self._handle_commands():
             result = self._engine_loop.step()
@@ -93,7 +93,7 @@ class ProcessLauncher:
     """Starts worker processes for one configuration. `factory` must be a module-level function: the child imports it.
 
     With `template`, the name of a module, workers are forked from a process that has imported it. That makes a launch fast, and
-    the processes share the memory of what is imported. The template has no weights, no device and no threads of its own. It is
+    the processes share the memory of imported modules. The template has no weights, no device and no threads of its own. It is
     multiprocessing's fork server: one for the whole program, started again if it dies. `configure_logging` is a module-level
     function too, or a `partial` of one; without it a worker logs plain lines.
     """

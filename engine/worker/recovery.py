@@ -1,4 +1,4 @@
-"""Crash recovery: resumes live requests in a new worker and isolates those that may have killed its predecessors.
+"""Crash recovery: resumes live requests in a new worker and isolates requests that may have killed its predecessors.
 
 A request is quarantined after `max_deaths` deaths in a row. A death counts for a request that took part in the worker's last
 step, or that was sent after the worker's last event. Any event of a request clears it. Quarantined requests are retried alone:

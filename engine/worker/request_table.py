@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def as_resumed(self) -> Request:
-        """The request for the next engine, with what was emitted so far as its progress."""
+        """The request for the next engine, with the output so far as its progress."""
         return replace(self.request, progress=Progress(tuple(self.token_ids), self.num_prompt_logprobs))
 
 
@@ -102,7 +102,7 @@ class RequestTable:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without an event, minus those for which there are free places in the running batch."""
+        """Requests without an event, minus the free places in the running batch."""
         num_places = max(0, self._limits.max_running - self._num_begun)
         return max(0, len(self._live) - self._num_begun - num_places)
 
@@ -146,7 +146,7 @@ class RequestTable:
         return num_waiting <= self._limits.max_waiting and is_short
 
     def _displace(self, submissions: Set[Submission]) -> None:
-        """Fail all requests of the submissions, including those that run: their client gets an error in any case."""
+        """Fail all requests of the submissions, also running requests: their client gets an error in any case."""
         for entry in [entry for entry in self._live.values() if entry.submission in submissions]:
             self.fail(entry, ErrorCode.DISPLACED, "the queue is full, and other keys have fewer requests in it")
             if entry.is_posted:
@@ -174,7 +174,7 @@ class RequestTable:
                     self._finish_times_s.append(self._clock())
 
     def requeue(self, running: Set[str] | None) -> None:
-        """Mark all requests as not posted after the death of an engine, and end those that are aborted.
+        """Mark all requests as not posted after the death of an engine, and end aborted requests.
 
         `running` are the ids in the engine's last step; None: unknown, so any request may have taken part.
         """

@@ -40,7 +40,7 @@ class StepNote(msgspec.Struct, frozen=True):
 
     @property
     def request_ids(self) -> frozenset[str]:
-        """The requests in the step and those being prepared."""
+        """The requests in the step and the requests being prepared."""
         return frozenset((*(row.request_id for row in self.rows), *self.preparing))
 
 

@@ -1,7 +1,7 @@
 """Evaluates choices on held-out prompts: the network, lighter baselines, static trees and an oracle.
 
-A choice is scored by its tokens a second over all examples: exact expectations over predicted seconds. The oracle knows the
-outcome of the sampled trees, so part of its lead is chance that no predictor can know.
+A choice is scored by its tokens a second over all examples: exact expectations over predicted seconds. The oracle has the outcome
+of the sampled trees, so part of its lead is chance and cannot be predicted.
 
 Shape key: R examples, M entries, S scalars, C columns of a linear model.
 """

@@ -70,7 +70,7 @@ class NetEstimator:
         return Estimates(tokens_BM[:, places], counted.nodes[:, places], counted.rounds[:, places])
 
     def _covers(self, rule: str, menu: Menu) -> bool:
-        """Return whether the network knows a rule's trees. It knows no noise-aware trees, which deterministic rows take."""
+        """Return whether the network was trained for a rule's trees. There is none for noise-aware trees (deterministic rows)."""
         return rule in self._rules and not (rule in _DETERMINISTIC and menu.least_chances.any())
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
@@ -78,7 +78,7 @@ class NetEstimator:
         self._counting.observe(outcomes)
 
     def _with_network(self, views: Sequence[SequenceView], rows: Sequence[int], facts: RootFacts, counted_BM: Array) -> Array:
-        """Return the counted tokens with the network's in those of the rows whose roots are known."""
+        """Return the counted tokens, with the network's in the rows whose roots are known."""
         counted = counted_BM[rows][:, self._net_places]
         features = features_of([views[row] for row in rows], facts, counted, self._net.menu).at(facts.is_known_B)
         known = [row for row, is_known in zip(rows, facts.is_known_B.tolist(), strict=True) if is_known]

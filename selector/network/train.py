@@ -29,8 +29,8 @@ _LEAST_VARIANCE = 0.05  # added to the variance of an entry's tokens
 class SelectorTrainingPlan:
     """How to train. `stop_share` and `test_share` of each kind's prompts are held out, at least one of each.
 
-    For the objective "policy" the loss is the negative mean throughput relative to the best static tree, plus `shortfall_weight`
-    times the mean squared shortfall of the worst `worst_share` of the examples (arXiv 2602.16994).
+    For the objective "policy" the loss is the negative mean throughput relative to the best static tree, plus a penalty. The
+    penalty is `shortfall_weight` times the mean squared shortfall of the worst `worst_share` of the examples (arXiv 2602.16994).
     """
 
     objective: Objective = "tokens"
@@ -83,7 +83,7 @@ def split_of(examples: Examples, plan: SelectorTrainingPlan) -> PromptSplit:
 
 
 def train(examples: Examples, seconds_RM: Array, plan: SelectorTrainingPlan) -> Trained:
-    """Return the network with the least loss on the prompts for early stopping. `seconds_RM` are those of the steps."""
+    """Return the network with the least loss on the prompts for early stopping. `seconds_RM` are the seconds of the steps."""
     split = split_of(examples, plan)
     rules = tuple(sorted(set(examples.rules)))
     rows = {part: _rows_of(examples, getattr(split, part)) for part in ("train", "stop")}

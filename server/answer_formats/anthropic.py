@@ -42,7 +42,7 @@ class OpenBlock:
 
     @property
     def whole(self) -> AnswerBlock:
-        """The whole block. Arguments that were cut off have what is complete of them, as the official client reads a stream."""
+        """The whole block. Arguments that were cut off keep their complete part, as the official client reads a stream."""
         field, _, _ = _DELTAS[self.type]
         value: object = self.text
         if self.type == "tool_use" and (value := _object_of(self.text, is_cut=True)) is None:
@@ -164,7 +164,7 @@ def _is_cut(arguments: str) -> bool:
 
 
 def _object_of(arguments: str, is_cut: bool) -> dict[str, Any] | None:
-    """Return the JSON object of a text, or with `is_cut` what is complete of it; None if the text is none."""
+    """Return the JSON object of a text, or with `is_cut` its complete part; None if the text is none."""
     try:
         value = from_json(arguments or "{" * is_cut, allow_inf_nan=False, allow_partial=is_cut)
         json.dumps(value, allow_nan=False)  # an answer cannot have a number without limits

@@ -49,7 +49,7 @@ class ResponsesFormat:
         self._num_events = 0
 
     def events(self, piece: Piece) -> Iterator[ResponsesEvent]:
-        """Yield the events of a piece; before the first those of the beginning."""
+        """Yield the events of a piece, and before the first piece the events of the beginning."""
         if not self._num_events:
             for name in ("created", "in_progress"):
                 yield self._event(name, response=self._answer())

@@ -1,4 +1,4 @@
-"""The audit of a server: what is requested within the bound, and the report."""
+"""The audit of a server: its requests, within the bound, and the report."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -152,7 +152,7 @@ class ServerAudit:
         yield sampling, (name, draws)
 
     def _are_alike(self, plan: Sequence[AuditPrompt], is_seeded: Sequence[bool], found: Sequence[Answer | NotOffered]) -> bool:
-        """Return whether all texts without a seed are one, and those with a seed are many."""
+        """Return whether texts without a seed are all equal, and texts with a seed differ."""
         texts: dict[bool, list[str]] = {False: [], True: []}
         for prompt, seeded, answer in zip(plan, is_seeded, found, strict=True):
             if prompt is plan[0] and isinstance(answer, Answer):

@@ -123,7 +123,7 @@ class CompletionClient:
         return answer
 
     def _sent(self, method: str, path: str, body: Body | None) -> httpx2.Response:
-        """Return the response; a busy server is tried again. Raises AuditedServerFailed for what no request can mend."""
+        """Return the response; a busy server is tried again. Raises AuditedServerFailed if no repetition can help."""
         for number in range(1, _TRIES + 1):
             try:
                 response = self._http.request(method, path, json=body)

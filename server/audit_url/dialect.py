@@ -1,4 +1,4 @@
-"""What a server accepts, and what its fields mean: defaults that look like faults differ between servers and are none.
+"""The fields that a server accepts, and their meaning. Defaults differ between servers, so an unusual default is no fault.
 
 Sources: llama.cpp's common/sampling.cpp and tools/server/README.md, vLLM's sampling_params.py, OpenAI's API reference.
 """

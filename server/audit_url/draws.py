@@ -219,7 +219,7 @@ def _groups(draws: Iterable[Draw]) -> Iterator[list[Draw]]:
 
 
 def _listed(probs_NV: Tensor, token_ids: Sequence[int], rest: int | None) -> list[int]:
-    """Return the tokens, or the column of the rest for those without a column of their own; one row is that of all tokens."""
+    """Return the tokens, or the column of the rest for tokens without a column of their own; one row has all tokens."""
     if rest is None:
         return list(token_ids)
     rows = probs_NV.expand(len(token_ids), -1)
@@ -274,7 +274,7 @@ class _EveryToken:
             self._repeats[1] += float(row_V[list(earlier)].sum()) if earlier else 0.0
 
     def _compare(self, draw: Draw, places: Sequence[int], rows_NV: Tensor, edited_NV: Tensor) -> None:
-        """Compare the reported log-probabilities, and the lists of likeliest tokens by rank, with those of the raw rows."""
+        """Compare the reported log-probabilities, and the lists of likeliest tokens by rank, with the raw rows."""
         raw_NV, processed_NV = torch.log_softmax(rows_NV, -1), self._expected.probs(edited_NV).log()
         for index, place in enumerate(places[: len(draw.logprobs)]):
             token_id, reported = draw.token_ids[place], draw.logprobs[place]

@@ -1,4 +1,4 @@
-"""Checks of texts that leave no choice: greedy ones, alone, in load and without speculation; streams, stop strings, seeds, n."""
+"""Checks of texts that leave no choice: greedy texts alone, under load and without speculation; streams, stops, seeds, n."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -89,7 +89,7 @@ class ExactChecks:
         return self._source.ids_of(answer.samples[0], prompt.ids, answer.usage.get("completion_tokens"))
 
     def _streams(self, wholes: Sequence[Answer]) -> CheckResult:
-        """Compare streams with whole answers. Where texts differ, a stream of near ties is right."""
+        """Compare streams with whole answers. If texts differ, a stream of near ties is right."""
         num_wrong = 0
         for prompt, whole in zip(self._prompts[:_NUM_REPEATED], wholes):
             stream = self._client.stream(self._offer.body(prompt, self._greedy))
@@ -105,7 +105,7 @@ class ExactChecks:
         return tally is not None and not tally.num_mismatch and tally.num_near_tie > 0
 
     def _stops(self, wholes: Sequence[Answer]) -> CheckResult:
-        """End greedy texts at a string from their middle: the text is what comes before it."""
+        """End greedy texts at a string from their middle: the text is the part before it."""
         num, num_wrong = 0, 0
         for prompt, whole in zip(self._prompts[:_NUM_REPEATED], wholes):
             text = whole.samples[0].text

@@ -1,4 +1,4 @@
-"""Expected distributions of tokens: those of a model's weights, or those that the server's own log-probabilities describe.
+"""Expected distributions of tokens: from a model's weights, or from the server's own log-probabilities.
 
 Rows are raw: before bias, penalties, temperature and cuts. Shape key: N tokens of one text, V columns.
 """
@@ -23,7 +23,7 @@ _NUM_SHARES = 1000  # equal columns for the rest of a distribution, so that none
 class ModelSource:
     """The weights' own distributions, by transformers' plain forward."""
 
-    rest: int | None = None  # the column of all tokens that have none of their own
+    rest: int | None = None  # the column of all tokens without a column of their own
 
     def __init__(self, reference: Reference, tokenizer: Any, end_ids: Ids) -> None:
         self._reference, self._tokenizer, self.end_ids = reference, tokenizer, end_ids
@@ -37,7 +37,7 @@ class ModelSource:
         return f"the weights, by transformers' plain forward ({self._reference.dtype}); tokens: {kinds}"
 
     def ids_of(self, sample: AnswerText, prompt: Ids, num_tokens: int | None) -> Ids | None:  # noqa: ARG002
-        """Return the ids: the reported ones, else those of the reported texts, else the text encoded again."""
+        """Return the ids: reported, else of the reported texts, else of the text encoded again."""
         ids: list[int | None]
         if sample.names:
             kind = "ids" if all(isinstance(name, int) for name in sample.names) else "texts of log-probabilities"
@@ -72,7 +72,7 @@ class ModelSource:
 
 
 class ServerSource:
-    """The server's own log-probabilities, so far as its lists of likeliest tokens go. The rest is column 0."""
+    """The server's own log-probabilities, for the likeliest tokens that it lists. The rest is column 0."""
 
     about = "the server's own log-probabilities. Samples are compared with them, and they with nothing"
     end_ids: Ids = ()

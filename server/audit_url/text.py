@@ -10,7 +10,7 @@ from server.audit_url.results import TOO_FEW, CheckResult, ServerReport
 
 
 def as_text(report: ServerReport) -> str:
-    """Return the whole report: the server, every check with its verdict and what it could have found, and the outcome."""
+    """Return the whole report: the server, every check with its verdict and detectable difference, and the outcome."""
     lines = [
         f"Audit of {report.model} at {report.url} ({report.owner or 'unknown server'}), first seed {report.first_seed}.",
         f"Expected: {report.about}.",

@@ -1,4 +1,4 @@
-"""Examines what a server with given settings would run on, one line per part, before any weight is loaded.
+"""Examines the parts of a server with given settings, one line per part, before any weight is loaded.
 
 Knows configurations, folders and this machine. Does not know how findings are printed, and starts no engine.
 """

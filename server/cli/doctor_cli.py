@@ -1,7 +1,7 @@
-"""`latebranch doctor`: what a server with these settings would run on, and what prevents it from running.
+"""`latebranch doctor`: the parts of a server with these settings, and the problems that prevent a start.
 
-The exit status is 0 if it could serve, 1 if something prevents it, 2 if the settings are wrong or the model
-is not supported.
+The exit status is 0 if it could serve, 1 if a problem prevents it. It is 2 if the settings are wrong or the model is not
+supported.
 """
 
 import argparse

@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the parsed arguments and those of other parsers; exit if a command does not know one."""
+        """Return the parsed arguments and the arguments of other parsers; exit if a command has an unknown argument."""
         parsed, unknown = super().parse_known_args(args, namespace)
         has_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
         if unknown and not has_commands:

@@ -63,7 +63,7 @@ def add_settings_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _kind(annotation: Any) -> str:
-    """Return what a flag takes: its choices, or the kind of its value."""
+    """Return the value of a flag for its help: its choices, or its kind."""
     if get_origin(annotation) is Literal:
         names = [*map(str, get_args(annotation))]
         return "{" + ",".join(names) + "}" if len(names) < _MANY else "NAME"

@@ -1,4 +1,4 @@
-"""Translates a request of Anthropic's Messages API to a chat. Errors name the fields of the request, not those of the chat."""
+"""Translates a request of Anthropic's Messages API to a chat. Errors name the fields of the request, not of the chat."""
 
 import json
 import re
@@ -49,16 +49,16 @@ class TranslatedChat:
     places: Sequence[str]
 
     def named(self, error: InvalidRequest) -> InvalidRequest:
-        """Return an error of the chat with the field of the request. Clients know a prompt that is too long by its words."""
+        """Return an error of the chat with the field of the request. Clients recognise a too long prompt by the error's words."""
         name = _named(error.param or "", self.places)
         words = str(error).replace(error.param, name) if error.param else str(error)
         return InvalidRequest("prompt is too long: " * isinstance(error, ContextTooLong) + words, name or None, error.code)
 
 
 def translated(body: PromptRequest, variables: Collection[str]) -> TranslatedChat:
-    """Return a request as a chat. Raises InvalidRequest for what a chat does not accept.
+    """Return a request as a chat. Raises InvalidRequest for a field that a chat does not accept.
 
-    `variables` are those that the chat template reads.
+    `variables` are the variables that the chat template reads.
     """
     if body.thread is not None:
         raise InvalidRequest("not supported by this server; accepted: null", "thread", THREAD_REFUSED)
@@ -170,7 +170,7 @@ def _lines(blocks: Sequence[object]) -> str:
 
 
 def _merged(placed: Iterator[tuple[str, ChatMessage]]) -> Iterator[tuple[str, ChatMessage]]:
-    """Yield the messages with consecutive ones of the user, or of the assistant, merged to one turn, as this API defines it."""
+    """Yield the messages. Consecutive messages of one role are merged to one turn, as this API defines it."""
     for role, group in groupby(placed, lambda one: one[1]["role"]):
         members = list(group)
         if role not in ("user", "assistant") or len(members) == 1:

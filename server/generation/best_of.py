@@ -1,4 +1,4 @@
-"""Selects the best of several texts: those with the highest mean log-probability of a token, as OpenAI's best_of does.
+"""Selects the texts with the highest mean log-probability of a token, as OpenAI's best_of does.
 
 The mean, not the sum: a sum would prefer short texts. Log-probabilities are the model's own, before edits and temperature.
 """
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def best_of(means: Sequence[float], num_samples: int, num_answers: int) -> list[int]:
     """Return the indices of the texts to keep: of each prompt's `num_samples` the best `num_answers`, the best first.
 
-    `means` has the mean log-probability of every text, prompt after prompt. If all are kept, their order is kept. Of equal texts
-    the earlier one is better.
+    `means` has the mean log-probability of every text, prompt after prompt. If all are kept, their order is kept. The earlier of
+    two equal texts is better.
     """
     if num_samples == num_answers:
         return list(range(len(means)))

@@ -86,7 +86,7 @@ class Generation:
 
     @property
     def acceptance(self) -> AcceptanceCounts:
-        """What became of the drafts, all choices together."""
+        """The counts of drafted and accepted tokens, all choices together."""
         total = AcceptanceCounts()
         for choice in self.choices:
             total.add(choice.acceptance)

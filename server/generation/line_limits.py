@@ -8,7 +8,7 @@ from server.text.parsed_text import ReadText
 
 class LineLimits:
     """Reads one text. From its second line on, a line that is indented by fewer than `num_indent` characters ends it, after its
-    indentation. So does the end of a line `max_s` after the first text, if that is not 0. `is_done` is set by both.
+    indentation. If `max_s` is not 0, the end of a line `max_s` after the first text ends it too. `is_done` is set by both.
     """
 
     def __init__(self, num_indent: int = 0, max_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,6 +1,7 @@
 """The part of an answer about the prompt: its text and entries before the answer (echo), and candidates of its tokens.
 
-Knows ids, text and the engine's records. The text is decoded from the tokens: for a truncated prompt, what the model received.
+Knows ids, text and the engine's records. The text is decoded from the tokens: for a truncated prompt, the part that the model
+received.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +70,7 @@ class PromptEcho:
         return text, entries
 
     def candidates(self) -> tuple[tuple[Candidate, ...], ...] | None:
-        """Return for each token itself and the likeliest ones, or None if not requested. The first token has no candidates."""
+        """Return for each token itself and the likeliest tokens, or None if not requested. The first token has no candidates."""
         if self._options.num_candidates is None:
             return None
         return ((), *(self._of(token_id, scores) for token_id, scores in zip(self._ids[1:], self._logprobs, strict=True)))

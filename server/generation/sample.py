@@ -151,7 +151,7 @@ class Choice:
         return self._stops.is_hit or self._reader.is_done
 
     def take(self, event: TokenEvent) -> Piece:
-        """Add an event's tokens up to the one that completes a stop string, or the last call; return the new piece."""
+        """Add an event's tokens up to the end of a stop string or of the last call; return the new piece."""
         num_before = self.num_tokens
         self.num_cached_tokens += event.num_cached_tokens
         text = self._echoed(event) + "".join(self._text_of(event, at) for at in range(len(event.token_ids)))

@@ -198,7 +198,7 @@ class _Submission:
     async def _require(self, grammar: Grammar, param: str, use: ToolUse) -> None:
         """Refuse a grammar that cannot be compiled, and a format beside forced calls, which is in no grammar.
 
-        If a grammar is of calls and of a format, the error names the one that cannot be compiled.
+        If a grammar is of calls and of a format, the error names the part that cannot be compiled.
         """
         grammars, key, own = self.runtime.grammars, group_of(self.tenant), self.body.grammar
         try:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 UNNAMED = "-"  # in the log and in /metrics, for a key without a name or a request without a key
-MIN_KEY_CHARS = 16  # shorter ones can be guessed
+MIN_KEY_CHARS = 16  # a shorter key can be guessed
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCRAPED = frozenset({"/metrics", "/load", "/v1/loads"})

@@ -17,8 +17,8 @@ OPEN_PATHS = frozenset({"/live", "/health"})
 
 
 class ApiKeyGate:
-    """Requires `Authorization: Bearer KEY` or `X-Api-Key: KEY` on every path but the open ones. It is not installed without keys.
-    If a request has both headers, one valid key is enough.
+    """Requires `Authorization: Bearer KEY` or `X-Api-Key: KEY` on every path but the open paths. It is not installed without
+    keys. If a request has both headers, one valid key is enough.
 
     `also_open` are paths that are open in addition to OPEN_PATHS. A key may access the paths of its role.
 

@@ -36,7 +36,7 @@ class HostGate:
         await self.app(scope, receive, send)
 
     def _is_expected(self, host: str | None) -> bool:
-        if host is None:  # HTTP/1.0, which no browser speaks
+        if host is None:  # HTTP/1.0, which no browser uses
             return True
         parts = _HOST.fullmatch(host)
         name = "" if parts is None else (parts["address"] or parts["name"]).lower()
@@ -74,6 +74,6 @@ class OriginGate:
 
 
 def _own_origins(scope: Scope, headers: Headers) -> tuple[str, ...]:
-    """Return the origins of this server's own pages; a proxy may speak TLS for it."""
+    """Return the origins of this server's own pages; a proxy may terminate TLS for it."""
     host = headers.get("host", "")
     return tuple(f"{scheme}://{host}" for scheme in {scope["scheme"], "https"})

@@ -122,7 +122,7 @@ class BodyLimit:
     """Reads the whole body before the app sees it, and counts its bytes as they arrive (of streamed bodies too).
 
     Incomplete bodies are bounded together too. Beyond `max_unfinished_bytes`, bodies larger than an equal share of it are
-    refused, so that large and slow bodies leave room for small ones.
+    refused. So large and slow bodies leave room for small bodies.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, max_unfinished_bytes: int) -> None:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 32 * 1024  # the request line and all headers
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger
 _LINGER_S = 2.0  # without a byte of the rest of a request that was answered early
-_LOG_INTERVAL_S = 10.0  # between log lines about connections that were closed for new ones
+_LOG_INTERVAL_S = 10.0  # between log lines about connections that were closed for new connections
 
 
 class _Timer:

@@ -19,7 +19,8 @@ MAX_IGNORED = 16
 _VALID_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # safe in a header and in a log line
 _LIKENESS = 0.8  # difflib's ratio from which a name counts as a misspelling of another
 
-# A field that one endpoint honours is ignored by no other: a client would believe that, for example, its seed is used.
+# A field that one endpoint honours is never ignored by another. Otherwise a client would assume, for example, that its seed is
+# used.
 _HARMLESS = frozenset(
     {
         *("metadata", "priority", "request_id", "service_tier", "store", "user", "verbosity"),
@@ -73,9 +74,9 @@ _OUTPUT_CHANGING: Mapping[str, tuple[object, ...]] = {
 def without_unknown(
     body: Mapping[str, Any], known: Collection[str], ignorable: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the known fields, and the names of the ignored ones; raise InvalidRequest for a field that may change the output.
+    """Return the known fields, and the names of the ignored fields; raise InvalidRequest for a field that may change the output.
 
-    Fields of the names `ignorable` are ignored whatever they are.
+    Fields of the names `ignorable` are ignored with any value.
     """
     unknown = [name for name in body if name not in known]
     if len(unknown) > MAX_IGNORED:

@@ -1,4 +1,4 @@
-"""Converts pydantic's errors to readable messages: which field, and what it must be. Knows only pydantic's errors.
+"""Converts pydantic's errors to readable messages: the field and its valid values. Knows only pydantic's errors.
 
 A field that may have several forms (a text or a list of texts) fails once for each form. Only the form that validated furthest is
 reported: it is most likely the intended one.
@@ -81,7 +81,7 @@ def _is_form(part: object) -> bool:
 
 
 def of_best_forms(errors: Sequence[Error]) -> list[Error]:
-    """Return the errors except those of forms that failed earlier than another form of the same field."""
+    """Return the errors, except errors of forms that failed earlier than another form of the same field."""
     best: dict[tuple[object, ...], tuple[int, tuple[int, ...]]] = {}
     for error in errors:
         field = _field(error)

@@ -104,7 +104,7 @@ class ReasoningReader:
         return False
 
     def _num_certain(self) -> int:
-        """Return how many characters of the buffered text are reasoning, whatever text follows."""
+        """Return how many characters of the buffered text are reasoning for any text that follows."""
         closing = self._markers.closing
         num_begun = next(length for length in range(len(closing) - 1, -1, -1) if self._buffer.endswith(closing[:length]))
         return len(self._buffer[: len(self._buffer) - num_begun].rstrip(_SPACE))

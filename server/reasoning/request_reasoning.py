@@ -24,7 +24,7 @@ class Beginning(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningUse:
-    """How a request's answers are split. Without `markers` all text is the answer. `block` is what a grammar leaves free."""
+    """How a request's answers are split. Without `markers` all text is the answer. A grammar leaves the text of `block` free."""
 
     markers: Markers | None = None
     begins_inside: bool = False
@@ -41,7 +41,7 @@ class ReasoningUse:
         return grammar if grammar is None or self.block is None else replace(grammar, block=self.block)
 
     def reader(self, rest: CallReader) -> CallReader:
-        """Return the reader of one text; `rest` reads what is behind the block."""
+        """Return the reader of one text; `rest` reads the text after the block."""
         if self.markers is None:
             return rest
         return ReasoningReader(rest, self.markers, begins_inside=self.begins_inside, keeps_reasoning=self.keeps_reasoning)

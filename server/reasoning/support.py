@@ -20,7 +20,7 @@ class ReasoningSupport:
 
 
 def reasoning_support(codec: TextCodec, parser: ReasoningParser) -> ReasoningSupport:
-    """Return what is known of the model. `parser` names the form of its blocks, or is `auto` to detect it, or `none`.
+    """Return the known facts of the model. `parser` names the form of its blocks, or is `auto` to detect it, or `none`.
 
     A model is detected by a template that writes or removes blocks, or by tokens of its own for both markers.
     """

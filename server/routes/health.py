@@ -10,7 +10,7 @@ from server.runtime import Runtime
 
 
 class HealthReport(BaseModel):
-    """Body of /ready and /health, whatever their status."""
+    """Body of /ready and /health with any status."""
 
     status: str
     state: str

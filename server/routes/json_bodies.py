@@ -32,7 +32,7 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with 
 
 
 class StrictRequest(Request):
-    """A request whose body is what `parsed_body` returned. A handler adds to `ignored` the fields that change nothing."""
+    """A request whose body is the result of `parsed_body`. A handler adds to `ignored` the fields that change nothing."""
 
     def __init__(self, scope: Scope, receive: Receive, value: Any, ignored: list[str]) -> None:
         super().__init__(scope, receive)
@@ -47,7 +47,7 @@ class StrictRequest(Request):
 class StrictRoute(APIRoute):
     """A route whose handler gets a StrictRequest without the ignored unknown fields.
 
-    A header of the answer names the ignored fields: these, known ones that are marked as Ignored, and those of the handler.
+    A header of the answer names the ignored fields: unknown fields, known fields that are marked as Ignored, and the handler's.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -104,7 +104,7 @@ def parsed_body(body: bytes, content_type: str | None) -> Any:
         raise InvalidRequest("the body is empty")
     if not _is_json(content_type):
         raise UnsupportedMediaType
-    if _num_containers(body) > _MAX_CONTAINERS:  # before parsing, which is slow for many small ones
+    if _num_containers(body) > _MAX_CONTAINERS:  # before parsing, which is slow for many small objects
         raise InvalidRequest(f"the body has more than {_MAX_CONTAINERS} objects and lists")
     try:
         value = from_json(body, allow_inf_nan=False)

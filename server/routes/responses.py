@@ -76,7 +76,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     after: Annotated[str | None, Query(description="The id of the item before the page.")] = None,
 ) -> InputItems:
-    """List the items that a stored response was generated from, those of earlier responses included."""
+    """List the items from which a stored response was generated, items of earlier responses included."""
     chain = await runtime_of(request).responses.chain(owner_of(request), response_id, MAX_MESSAGES)
     if isinstance(chain, str):
         raise _unknown(chain)
@@ -121,7 +121,7 @@ async def _created(body: ResponsesRequest, request: Request) -> Response:
 async def _events(
     first: Piece, rest: AsyncIterator[Piece], form: ResponsesFormat, generation: Generation, keeper: "_Keeper"
 ) -> AsyncIterator[ResponsesEvent]:
-    """Yield the events of a whole stream, those of a failure too."""
+    """Yield the events of a whole stream, also of a failure."""
     try:
         for event in form.events(first):
             yield event

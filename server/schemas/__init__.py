@@ -1,1 +1,1 @@
-"""The wire format: pydantic models of what is accepted and what is answered."""
+"""The wire format: pydantic models of requests and answers."""

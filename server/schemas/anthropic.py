@@ -247,7 +247,7 @@ class PromptRequest(Strict):
     def ignored(self, variables: Collection[str]) -> list[str]:
         """Return the accepted fields that change nothing, although a client may expect an effect.
 
-        `variables` are those that the chat template reads.
+        `variables` are the variables that the chat template reads.
         """
         found = {
             "cache_control": any(one.cache_control for one in self._cacheable()),

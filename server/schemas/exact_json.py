@@ -22,7 +22,7 @@ def exactly_parsed(text: str | bytes) -> Any:
 
 
 def with_written_floats(text: str | bytes) -> Any:
-    """Return what `exactly_parsed` returns for JSON text that pydantic's parser has accepted already."""
+    """Return the result of `exactly_parsed` for JSON text that pydantic's parser has accepted already."""
     return json.loads(text if isinstance(text, str) else text.decode(), parse_float=_float)
 
 
@@ -36,7 +36,7 @@ def exactly_dumped(value: Any) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Return the value with plain floats, for libraries that know no WrittenFloat."""
+    """Return the value with plain floats, for libraries that cannot use WrittenFloat."""
     return json.loads(json.dumps(value))
 
 
@@ -56,5 +56,5 @@ def _float(text: str) -> float:
 def _is_exact(value: float, text: str) -> bool:
     try:
         return Decimal(repr(value)) == Decimal(text)
-    except InvalidOperation:  # the exponent is beyond those of decimals
+    except InvalidOperation:  # the exponent is beyond the exponents of decimals
         return False

@@ -18,7 +18,7 @@ OTHER = form(_OTHER)
 
 
 def by_type(*kinds: str, default: str | Callable[[Any], str] | None = None) -> Discriminator:
-    """Return what finds the form of a value by its field `type`; `default` is the type of values without one."""
+    """Return the function that finds the form of a value by its field `type`; `default` is the type of values without one."""
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)

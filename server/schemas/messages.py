@@ -15,7 +15,7 @@ MAX_MESSAGES = 2048
 MAX_VARIABLES = 32
 MAX_VARIABLES_CHARS = 1 << 14  # of all variables as JSON
 MAX_VARIABLES_DEPTH = 8
-# What transformers passes to a template itself, the parameters of its functions, and the template language's own names.
+# Names that a template gets from transformers itself, parameters of its functions, and names of the template language.
 RESERVED_VARIABLES = frozenset(
     {
         *("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),

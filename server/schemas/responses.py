@@ -35,7 +35,7 @@ class FunctionTool(FunctionDefinition):
 
 
 class OtherTool(OtherForm):
-    """A tool of another type: those that OpenAI runs are not supported."""
+    """A tool of another type: tools that OpenAI runs are not supported."""
 
     type: Annotated[object, refused_type("function")]
 
@@ -226,7 +226,7 @@ class ResponsesRequest(Strict):
         return self.store is not False
 
     def ignored(self, variables: Collection[str]) -> list[str]:
-        """Return the names of the options that are accepted and not honoured. `variables` are those of the chat template."""
+        """Return the names of the options that are accepted and not honoured. `variables` are the chat template's."""
         reasoning = self.reasoning
         options = {
             "text.verbosity": self.text and self.text.verbosity,

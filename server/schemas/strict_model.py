@@ -51,7 +51,7 @@ class Ignored:
         self._is_variable = is_variable
 
     def is_dropped(self, name: str, value: object, variables: Collection[str]) -> bool:
-        """Return whether the value would be expected to have an effect. `variables` are those of the chat template."""
+        """Return whether the value would be expected to have an effect. `variables` are the chat template's."""
         return value not in self._neutral and not (self._is_variable and name in variables)
 
 

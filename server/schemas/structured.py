@@ -25,7 +25,7 @@ def _parsed(schema: _Schema | str) -> _Schema:
 
 
 class JsonSchema(Strict):
-    """A named schema. It is always enforced, whatever the value of `strict`."""
+    """A named schema. It is always enforced, with any value of `strict`."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: Description | None = None

@@ -49,6 +49,6 @@ class DetokenizeRequest(Strict):
 
 
 class DetokenizeAnswer(BaseModel):
-    """Answer to POST /detokenize: the text of all tokens, special ones spelled out."""
+    """Answer to POST /detokenize: the text of all tokens, special tokens spelled out."""
 
     prompt: str

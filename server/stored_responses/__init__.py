@@ -1,1 +1,1 @@
-"""What the Responses API needs beside its formats: stored responses, and conversations put together from them."""
+"""Stored responses of the Responses API, and conversations assembled from them."""

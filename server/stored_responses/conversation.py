@@ -62,7 +62,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The items that one response is generated from: those of earlier responses, then those of the request."""
+    """The items from which one response is generated: items of earlier responses, then the request's."""
 
     request: ResponsesRequest
     earlier: Sequence[_Placed]

@@ -117,7 +117,7 @@ class ResponseStore:
         return await asyncio.to_thread(self._get, owner, response_id)
 
     async def chain(self, owner: str, response_id: str, most: int) -> list[StoredResponse] | str:
-        """Return a response and those that it continues, oldest first, at most `most`; or the id of an unknown one."""
+        """Return a response and at most `most` responses in all that it continues, oldest first; or the id of an unknown one."""
         return await asyncio.to_thread(self._chain, owner, response_id, most)
 
     async def answers_with(self, owner: str, item_ids: Sequence[str]) -> dict[str, str]:

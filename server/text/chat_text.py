@@ -2,8 +2,8 @@
 
 A chat template inserts text into text, so a message that spells out `<|im_end|>` would end itself. Such spellings are masked
 before the template is rendered. They are restored where text is encoded without special tokens. Messages without such spellings
-are encoded as transformers does it: the ids are those of `apply_chat_template`. A message may contain added tokens that are not
-marked as special (`<tool_call>` of Qwen, line breaks of Gemma). Strings of tools and calls are masked like contents.
+are encoded as transformers does it: the ids equal `apply_chat_template`'s. A message may contain added tokens that are not marked
+as special (`<tool_call>` of Qwen, line breaks of Gemma). Strings of tools and calls are masked like contents.
 """
 
 import re

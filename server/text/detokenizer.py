@@ -20,7 +20,7 @@ class Detokenizer:
         emitted ... | context ids | pending ids      decode(context + pending) minus decode(context) is the new text
 
     The context protects against decoders that strip or add a space at the beginning of their input. It may end inside a
-    character. The U+FFFD of that character then counts as new text: bytes that never become text would otherwise all stay
+    character. The U+FFFD of that character then counts as new text. Otherwise bytes that never become text would all stay
     pending, and be decoded again at every id.
     """
 

@@ -76,7 +76,7 @@ def in_order(parts: Iterable[ReadText]) -> Iterator[str | CallPiece]:
 
 
 def _in_order(part: ReadText) -> Iterator[str | CallPiece]:
-    """Yield what one part has: the rest of the open call, content, new calls."""
+    """Yield the parts of one piece: the rest of the open call, content, new calls."""
     rest = [*takewhile(lambda call: call.name is None, part.calls)]
     yield from rest
     if part.content:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 class StopFinder:
     """Passes text up to the first stop string, optionally with it, and holds back an end that may become one.
 
-    The first stop string is the one that is complete first; of several, the one that began first. It depends on the text alone,
+    The first stop string is complete first; if several end together, it begins first. It depends on the text alone,
     not on how the text is cut into pieces.
     """
 

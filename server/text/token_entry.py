@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from engine.core.types import TokenLogprobs
 from server.text.codec import TokenText
 
-_LOWEST_LOGPROB = -9999.0  # what the OpenAI format writes for "hardly ever"; JSON has no infinity
+_LOWEST_LOGPROB = -9999.0  # the OpenAI format's value for "hardly ever"; JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Tool calls: what a model's chat template supports, and how calls are parsed from the model's text."""
+"""Tool calls: the support of a model's chat template, and parsing calls from the model's text."""

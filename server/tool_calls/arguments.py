@@ -230,7 +230,7 @@ _LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 def _escape_json(escape: str) -> str:
-    """Return in JSON what an escape in a string of Python means, given without its backslash. Surrogates remain escapes."""
+    """Return the JSON of an escape in a string of Python, given without its backslash. Surrogates remain escapes."""
     if escape[0] in "xuU01234567":
         code = int(escape, 8) if escape.isdigit() else int(escape[1:], 16)
         if 0xD800 <= code < 0xE000:
@@ -240,7 +240,7 @@ def _escape_json(escape: str) -> str:
 
 
 def _atom_json(atom: str) -> str:
-    """Return the JSON of a name or number of Python; what has none is returned unchanged."""
+    """Return the JSON of a name or number of Python; a text without JSON is returned unchanged."""
     if atom in _LITERALS or compiled(r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?").fullmatch(atom):
         return _LITERALS.get(atom, atom)
     for convert in (lambda: int(atom, 0), lambda: float(atom)):

@@ -1,6 +1,6 @@
 """Grammars of texts with tool calls, in llguidance's dialect of Lark, from a row of server.tool_calls.syntaxes. Knows text only.
 
-Whitespace is that of chat templates (transformers' `tojson`), so that a forced call looks like the calls in a model's prompts.
+Whitespace is as in chat templates (transformers' `tojson`), so that a forced call is written like the calls in a model's prompts.
 """
 
 import json
@@ -46,7 +46,7 @@ def free_text_with_calls(syntax: CallSyntax, schemas: Schemas, tokens: Mapping[s
     `forced_calls` does.
 
     A lexeme of llguidance that is lazy, or has a suffix, ends as soon as it matches, before others that could go on. So text ends
-    at the name of a fallback's call. Behind it comes the rest of the call, or text. The patterns are those of the reader.
+    at the name of a fallback's call. The rest of the call, or text, follows. The patterns are the reader's.
     """
     fenced, rest = _around_name(FENCED.head)
     more, _ = _around_name(FENCED.tails[0])
@@ -104,7 +104,7 @@ def _rules(writing: Writing, schemas: Schemas, is_one: bool, tokens: Mapping[str
 
 
 def _field_rules(writing: Writing, rule: str, schema: Schema) -> Iterator[str]:
-    """Yield the rules of arguments that are fields: in the order of the schema, those that are not required optional."""
+    """Yield the rules of arguments that are fields, in the order of the schema. Fields that are not required are optional."""
     if unfit := sorted(_OF_OBJECTS & schema.keys()):
         raise ValueError(f"{unfit[0]} of the arguments themselves cannot be enforced in the markup of this model's calls")
     fields = _fields(schema)

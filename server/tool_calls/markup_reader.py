@@ -27,8 +27,8 @@ class Form:
     """How calls look, as patterns (server.tool_calls.patterns).
 
     `opening` begins calls anywhere in a text, or only at its start. Forms may share an opening; the first that matches counts.
-    `head` matches up to the first call's arguments, `whole` up to an object that is a call with its fields in any order. Behind a
-    call the first match of `tails` counts; one with a name begins another call. `may_begin_text`: other answers have the
+    `head` matches up to the first call's arguments, `whole` up to an object that is a call with its fields in any order. After a
+    call the first match of `tails` counts; a match with a name begins another call. `may_begin_text`: other answers have the
     opening too.
     """
 

@@ -15,7 +15,7 @@ _OF_PYTHON = {"None": "null", "True": "true", "False": "false"}  # as templates 
 
 
 def is_plain_string(schema: object) -> bool:
-    """Whether the schema allows strings alone, and no fewer than those of some lengths."""
+    """Whether the schema allows strings alone, and all strings of some lengths."""
     return isinstance(schema, Mapping) and schema.get("type") == "string" and not CONSTRAINTS & schema.keys()
 
 
@@ -32,7 +32,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that a part of the schema `root` may allow. What is not understood allows every type."""
+    """Return the types that a part of the schema `root` may allow. A schema that is not understood allows every type."""
     try:
         return _Types(root).of(schema)
     except RecursionError:  # references to references
@@ -40,7 +40,7 @@ def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 class _Types:
-    """Owns the types behind each reference, so that each is followed once. A reference may lead to what is no schema."""
+    """Owns the types behind each reference, so that each is followed once. The target of a reference may be no schema."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root

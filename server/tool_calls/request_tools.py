@@ -25,8 +25,8 @@ _ANY_OBJECT: Schema = {"type": "object"}
 class ToolUse:
     """The functions that a request's answers may call, in which syntax, and how many at most (None: any number).
 
-    `functions` are the schemas of their arguments. Without a syntax all text is content. `forms` are those of its calls that are
-    read, behind the `reasoning`. `grammar` constrains the text; None leaves it free. `is_forced`: the text is calls alone.
+    `functions` are the schemas of their arguments. Without a syntax all text is content. `forms` are the forms of its calls that
+    are read, after the `reasoning`. `grammar` constrains the text; None leaves it free. `is_forced`: the text is calls alone.
     """
 
     functions: Mapping[str, Schema] = field(default_factory=dict)
@@ -93,8 +93,8 @@ def tool_use(support: ToolSupport, body: ChatRequest) -> ToolUse:
 
 
 def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one: bool) -> Grammar | None:
-    """Return the grammar of calls that tool_choice forces, of an answer in the requested format or calls, or of free text with
-    calls if a function is strict.
+    """Return the grammar of calls that tool_choice forces, or of an answer in the requested format or calls. With a strict
+    function it is of free text with calls.
     """
     functions = [tool.function for tool in body.offered_tools]
     if body.tool_choice not in (None, "auto"):

@@ -1,4 +1,4 @@
-"""What a model's chat template supports of tools, found by rendering a conversation with a tool and parsing the result.
+"""The support of tools by a model's chat template, found by rendering a conversation with a tool and parsing the result.
 
 A template shows tools if its output contains the tool's name, and calls if it contains the call's name. The syntax of calls is
 the one whose reader parses the call that the template wrote.
@@ -83,7 +83,7 @@ class ToolSupport:
 
 
 def tool_support(codec: TextCodec, parser: ToolCallParser) -> ToolSupport:
-    """Return what the model's template supports. `parser` names the syntax, or is `auto` to detect it, or `none`."""
+    """Return the support of the model's template. `parser` names the syntax, or is `auto` to detect it, or `none`."""
     shows_tools = _TOOL in _rendered(codec, [_USER_MESSAGE], [_FUNCTION])
     shape, written = _shape_and_text(codec)
     syntax = _syntax_of(_answer(codec, written)) if parser == "auto" else SYNTAXES.get(parser)

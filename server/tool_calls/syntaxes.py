@@ -94,7 +94,7 @@ FENCED = replace(_objects("```", r"```(?:json|tool_call)?+~\[?+~", r"~\]?+~```",
 BARE = _bare("~[,;]?+~", _call("arguments|parameters", r"\{"))
 DOUBLED = _bare("~[,;]?+~", _call("arguments|parameters", r"\{~\{"), r"\}~\}")
 BARE_LIST = _objects(r"\[~\{", r"\[~", r"~\]", "~,~", is_at_start=True)
-_FALLBACKS = (FENCED, BARE, DOUBLED, BARE_LIST)  # what models write instead of the markup of their template
+_FALLBACKS = (FENCED, BARE, DOUBLED, BARE_LIST)  # markup that models write instead of their template's
 
 _HERMES = Form(
     "<tool_call>",

@@ -136,7 +136,7 @@ class _PlacedColumns(Columns):
         self._begin_B.copy_(torch.tensor(begins))
 
     def place(self) -> None:
-        """Make the column after the filled ones the next column."""
+        """Make the column after the filled columns the next column."""
         self._is_placed = True
         self.place_1.fill_(self.end)
 
@@ -151,7 +151,7 @@ class _PlacedColumns(Columns):
 
     @property
     def num_read(self) -> int:
-        """The number of columns that attention reads: after the prompts all, with the unfilled ones masked by the bias."""
+        """The number of columns that attention reads. After the prompts it is all; the bias masks unfilled columns."""
         return self.num_columns if self._is_placed else super().num_read
 
     def open(self, count: int) -> None:

@@ -105,7 +105,7 @@ class _Batch:
         return row.result(self._states_BCFD[index, end - len(row.ids) + 1 : end].clone())
 
     def _drop_done(self) -> None:
-        """Move running rows to the places of finished ones, and shrink the batch, once enough rows are finished."""
+        """Once enough rows are finished, move running rows to their places and shrink the batch."""
         num_left = sum(not row.is_done for row in self._rows)
         if not num_left or (len(self._rows) - num_left) * _DONE_SHARE < len(self._rows):
             return
@@ -169,7 +169,7 @@ class Columns:
         return filled[0], filled[1]
 
     def keep(self, kept_BCFD: Float[Tensor, "B C F D"] | None, states_TFD: Tensor) -> Float[Tensor, "B C F D"]:
-        """Write the new columns' states, row after row, to the kept ones, if any; return all."""
+        """Add the new columns' states, row after row, to the kept states, if any; return all."""
         num_rows = len(self._begin_B)
         if kept_BCFD is None:
             kept_BCFD = states_TFD.new_empty(num_rows, self.num_columns, *states_TFD.shape[1:])

@@ -47,7 +47,7 @@ class Anchor:
 class DFlashNetwork(nn.Module):
     """The drafter with its cache, on its target's device. Raise ValueError if it cannot be run.
 
-    The keys of a block are written to slots behind those of the sequences, and are valid for one pass.
+    The keys of a block are written to slots after the slots of the sequences, and are valid for one pass.
     """
 
     def __init__(

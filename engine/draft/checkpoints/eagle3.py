@@ -1,7 +1,8 @@
 """An EAGLE-3 head in torch (arXiv 2503.01840).
 
-Its first layer reads a token's embedding beside a state of the token before: the target's fused states, or for a drafted token
-the head's own state. Shape key: T tokens, P of them with logits, D target width, W inner width, M drafter's vocabulary.
+Its first layer reads a token's embedding beside a state of the preceding token. This is the target's fused state, or for a
+drafted token the head's own state. Shape key: T tokens, P of them with logits, D target width, W inner width, M drafter's
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ class Eagle3Network(nn.Module):
     ) -> tuple[Float[Tensor, "P M"], Float[Tensor, "P W"]]:
         """Feed tokens, each with the state before it. Return the logits at `places_P`, and the states that their children read.
 
-        Of other tokens only keys are needed, so the last layer attends for these alone, by `last_context`.
+        Only the keys of other tokens are needed, so the last layer attends for these tokens alone, by `last_context`.
         """
         for index, layer in enumerate(self._layers):
             x, residual_TW = self._read(index, layer, states_TW, ids_T)

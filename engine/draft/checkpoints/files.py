@@ -61,7 +61,7 @@ class Keys:
         return Keys(self.get(key, dict, {}), f"{self.name_of(key)}.")
 
     def require(self, key: str, *allowed: Any) -> None:
-        """Raise UnusableCheckpoint if a key is given with a value other than the supported ones."""
+        """Raise UnusableCheckpoint if a key is given with an unsupported value."""
         self._read.add(key)
         value = self.values.get(key)
         if value is not None and value not in allowed:
@@ -151,7 +151,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _tensor_files(folder: Path) -> list[Path]:
-    """Return the files with tensors: those of the index if there is one."""
+    """Return the files with tensors: the files of the index if there is one."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]

@@ -150,7 +150,7 @@ def num_features(files: CheckpointFiles, target_width: int, width: int) -> int:
 
 
 def vocabulary(files: CheckpointFiles, keys: Keys, target: ModelFacts) -> KnownTokens:
-    """Return the tokens that the drafter predicts: all, or those of d2t or t2d."""
+    """Return the tokens that the drafter predicts: all, or the tokens of d2t or t2d."""
     num_rows = files.shapes.get("lm_head.weight", (0,))[0]
     given = keys.get("draft_vocab_size", int)
     offsets = files.tensor("d2t").tolist() if "d2t" in files.shapes else None

@@ -60,7 +60,7 @@ class _LevelDrafter(FeatureDrafter, ABC):
 
     @abstractmethod
     def _feed_features(self, rows: Sequence[Row]) -> int:
-        """Feed what can be fed before the roots; return the number of tokens."""
+        """Feed all tokens that can be fed before the roots; return their number."""
 
     @abstractmethod
     def _levels_after(self, roots: Sequence[FrontierNode], num_levels: int) -> Float[Tensor, "B L M"]:

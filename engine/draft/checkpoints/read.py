@@ -1,4 +1,4 @@
-"""Reads a checkpoint's folder: which kind of drafter it is, and its shape. Each difference from what is supported is refused.
+"""Reads a checkpoint's folder: which kind of drafter it is, and its shape. Each unsupported property is refused.
 
 One network has several spellings. speculators writes `speculators_model_type`, and the layers' sizes in
 `transformer_layer_config`. SpecForge and the authors of EAGLE-3 and DFlash write the configuration of a small Llama or Qwen3.
@@ -290,7 +290,7 @@ def _one_of(key: str, kind: type, *objects: Keys) -> Any:
 
 
 def _causal_layers(config: Keys, flash: Keys, windows: Sequence[int | None]) -> tuple[bool, ...]:
-    """Return for each layer whether a slot of the block sees only earlier ones: by default in sliding layers alone."""
+    """Return for each layer whether a slot of the block sees only earlier slots: by default in sliding layers alone."""
     given = {config.get("is_causal", bool), flash.get("causal", bool)} - {None}
     if len(given) > 1:
         raise UnusableCheckpoint("is_causal and dflash_config.causal differ")

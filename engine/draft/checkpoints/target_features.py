@@ -1,4 +1,4 @@
-"""What drafters of checkpoints share: they store a feature of each token of the target by slot (docs/decisions/0009).
+"""The common part of checkpoints' drafters: a feature of each token of the target, stored by slot (docs/decisions/0009).
 
 Shape key: T tokens, D target width.
 """
@@ -31,7 +31,7 @@ class FusingNetwork(Protocol):
 class FeatureDrafter:
     """Base of the drafters. It must observe the target's passes (Target.report_to).
 
-    The states after all layers are those before the last norm, unless `is_last_normed`.
+    The states after all layers are taken before the last norm, unless `is_last_normed`.
     """
 
     feeding = Feeding.TARGET_FEATURES

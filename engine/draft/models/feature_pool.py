@@ -1,4 +1,4 @@
-"""Per-slot features of a draft head: those of the target and the head's own states.
+"""Per-slot features of a draft head: the target's features and the head's own states.
 
 Shape key: T tokens, S slots and two more rows, W numbers of a row.
 """

@@ -1,6 +1,6 @@
 """The drafter with a distilled head: feeds committed tokens with the target's features, and trees one level at a time.
 
-A pool beside the target's cache has one row for each slot. Each pass of the target stores its features there. Where the native
+A pool beside the target's cache has one row for each slot. Each pass of the target stores its features there. If the native
 library runs both models, the pass does so itself. A drafted node's own state is in its slot until the target has cached the
 node's token. So each token reads the row of the slot before it:
 
@@ -8,8 +8,8 @@ node's token. So each token reads the row of the slot before it:
     pool row     [ .. feature | state     | state   ]   x6 reads x5's row, n1 reads x6's, n1's children read n1's
     after a step [ .. feature | feature   | feature ]   and accepted nodes are fed again with features
 
-Where the native library runs the head, features and states are in different pools (NativeHead): committed tokens read the one,
-nodes the other.
+If the native library runs the head, features and states are in different pools (NativeHead): committed tokens read features,
+nodes read states.
 
 Shape key: T packed tokens, P proposals, S slots, D target width, W inner width, M head vocabulary, V vocabulary.
 """

@@ -99,7 +99,7 @@ class NativeHead:
         return features_TW
 
     def features(self, after: Sequence[int]) -> Features:
-        """Return what the target's passes must store: its states `after` some layers (passes.Output)."""
+        """Return the states, `after` some layers, that the target's passes must store (passes.Output)."""
         after_F, states_SX = np.array(after, dtype=np.int64), self._states.rows_SW
         structure = library.FeaturesStructure(
             linear=self._fuse.structure,

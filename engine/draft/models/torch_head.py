@@ -67,7 +67,7 @@ class TorchHeadLayer(nn.Module):
 
 @dataclass(frozen=True)
 class _TokenInputs:
-    """Fed tokens: their ids, their rotations, and the places of those with logits."""
+    """Fed tokens: their ids, their rotations, and the places of tokens with logits."""
 
     ids_T: Int[Tensor, " T"]
     rotation_TR: Float[Tensor, "T R"]
@@ -137,8 +137,8 @@ class TorchHead(nn.Module):
     ) -> Float[Tensor, "P M"]:
         """Feed tokens, each with the row of the slot before it. Return the logits at `places` and store the states there.
 
-        `places` are indices of the fed tokens, and `queried` the segments of these tokens alone, or None for all tokens. Of other
-        tokens only the keys are needed, so the last layer does not attend for them.
+        `places` are indices of the fed tokens, and `queried` the segments of these tokens alone, or None for all tokens. Only the
+        keys of other tokens are needed, so the last layer does not attend for them.
         """
         batch, context = fed.batch, GatheredAttention(fed.batch, cache)
         places_P = integers(places, self._embeddings_VD.device)

@@ -38,7 +38,7 @@ class RepaddedModel:
         return self._model.reads_tables
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """As CausalModel.forward. Ids that only the target has rows for are replaced by the model's last id."""
+        """As CausalModel.forward. Ids for which only the target has rows are replaced by the model's last id."""
         num_rows = self._model.vocab_size
         ids_T, *places = batch.tokens_3T
         known = replace(batch, tokens_3T=np.stack([np.minimum(ids_T, num_rows - 1), *places]))

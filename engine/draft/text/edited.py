@@ -1,7 +1,7 @@
 """Decides whether a request's logit edits (engine.sampling.logits_processors) may invalidate tokens of cached text.
 
-Cached text predicts the unedited model. An edit can forbid or penalise a predicted token. How far a penalty moves a token cannot
-be known without the model's logits, nor what a grammar forbids without its masks. Both count as possible.
+Cached text predicts the unedited model. An edit can forbid or penalise a predicted token. The effect of a penalty is unknown
+without the model's logits, and the tokens that a grammar forbids are unknown without its masks. Both count as possible.
 """
 
 from collections.abc import Collection

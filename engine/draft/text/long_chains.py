@@ -17,7 +17,7 @@ _MIN_PROBABILITY = 0.5  # of a whole chain to be accepted, however cheap its nod
 
 
 class LongChainPolicy:
-    """Wraps a policy: uses its choices, and chains of at most `max_length` nodes where the cache is sure of them.
+    """Wraps a policy: uses its choices, and chains of at most `max_length` nodes where the cache is confident.
 
     The wrapped policy does not observe the outcomes of these chains, because they carry no information about its own trees.
     Requests that set their own tree, or none, keep it.
@@ -47,7 +47,7 @@ class LongChainPolicy:
         return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None, num_steps=1)
 
     def _chain(self, view: SequenceView, chosen: Expansion, growth_costs: GrowthCosts) -> Expansion | None:
-        """Return the longest chain that the cache is sure of, or None if the policy's tree is as deep or must be kept.
+        """Return the longest chain in which the cache is confident, or None if the policy's tree is as deep or must be kept.
 
         A tree with an acceptance threshold ends by itself. It is as deep as the cached path stays above its thresholds.
         """

@@ -1,7 +1,7 @@
 """Recent outputs of each tenant, bounded for a tenant, for the tenants of a group, and in total.
 
-The least recently used tenants are evicted first. A tenant's group is its name up to the first slash: an API key, of which the
-users are the tenants. The bound of a group limits how many other tenants a key with many users can evict.
+The least recently used tenants are evicted first. A tenant's group is its name up to the first slash: an API key, whose users are
+its tenants. The bound of a group limits how many other tenants a key with many users can evict.
 """
 
 from collections import OrderedDict
@@ -80,7 +80,7 @@ class RecentTexts:
         return self._num_tokens
 
     def trees_of(self, tenant: str) -> tuple[ContextTree, ...]:
-        """Return the trees that a tenant may draft from; none if it has no stored outputs."""
+        """Return the trees from which a tenant may draft; an empty result if it has no stored outputs."""
         outputs = self._tenants.get(tenant)
         return () if outputs is None else (outputs.young.index.tree, outputs.old.index.tree)
 
@@ -90,7 +90,7 @@ class RecentTexts:
             self._tenants.move_to_end(tenant)
 
     def add(self, tenant: str, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Store an output that followed a prompt, cut to its last tokens if it is too long. No tenant ("") stores nothing."""
+        """Store the last tokens of an output that followed a prompt. Outputs without a tenant ("") are not stored."""
         text = _last_of(text_with_context(prompt, output), self._max_tenant_tokens // 2)
         if not tenant or len(text.token_ids) < _MIN_OUTPUT:
             return

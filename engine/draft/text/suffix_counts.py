@@ -98,7 +98,7 @@ class ContextTree:
         return _ContextNode(depth, position, counts, {older: below} if has_child else {})
 
     def _common_length(self, text: Sequence[int], end: int, position: int, known: int, max_length: int) -> int:
-        """Return how many tokens before `end` equal those before `position`: at least `known`, at most `max_length`."""
+        """Return how many tokens before `end` equal the tokens before `position`: at least `known`, at most `max_length`."""
         own, length, last, other = self._text, known, end - 1, position - 1
         while length < max_length and text[last - length] == own[other - length]:
             length += 1

@@ -1,8 +1,8 @@
 """Cached text of each request: its own tokens, its prediction, and its tenant's recent outputs. No other text is used.
 
-Each text is in a ContextTree, as far as it is indexed. The distribution after a request's tokens is a mixture: the continuations
-of the longest match in each source, weighted by the observed confidence in such matches. Weights and distributions depend on
-committed tokens, on the path, and on the steps and queries so far. They never depend on a draw from them.
+Each text is in a ContextTree, as far as it is indexed. The distribution after a request's tokens is a mixture of the
+continuations of the longest match in each source. The weights are the observed confidence in such matches. Weights and
+distributions depend on committed tokens, on the path, and on the steps and queries so far. They never depend on a draw from them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -89,7 +89,7 @@ class _Trees(NamedTuple):
 
 
 class _NextTokenMatches(NamedTuple):
-    """The matches of all sources before a position, and whether one of them was sure when they were found."""
+    """The matches of all sources before a position, and whether one of them was confident when they were found."""
 
     position: int = -1
     matches: Sequence[_SourceMatch] = ()
@@ -124,7 +124,7 @@ class _TrackedRequest:
         return len(self.history) - self.num_learned
 
     def trees(self, recent: tuple[ContextTree, ...]) -> _Trees:
-        """Return the trees that the request may draft from, with its tenant's `recent` ones."""
+        """Return the trees that the request may draft from, with its tenant's `recent` trees."""
         prediction = None if self.prediction is None else self.prediction.tree
         prompt = None if self.prompt is None else self.prompt.tree
         return _Trees(prediction, prompt, recent)
@@ -237,8 +237,8 @@ class TextCache:
     def chain_length(self, request_id: str, max_tokens: int, min_probability: float) -> int:
         """Return how many tokens after a request's history can be drafted as one chain.
 
-        The cache must be sure of each token after those before it. The probability that all are accepted must be at least
-        `min_probability`. The length is 0 while newly committed tokens are not learned.
+        The cache must be confident of each token, given the tokens before it. The probability that all are accepted must be at
+        least `min_probability`. The length is 0 while newly committed tokens are not learned.
         """
         tracked = self._tracked.get(request_id)
         if tracked is None or not self.can_start_chain(request_id):
@@ -262,7 +262,7 @@ class TextCache:
         return len(path_ids)
 
     def can_start_chain(self, request_id: str) -> bool:
-        """Return whether a source is sure of the token after a request's history; without one no chain can start."""
+        """Return whether a source is confident of the token after a request's history. Otherwise no chain can start."""
         tracked = self._tracked.get(request_id)
         return tracked is not None and not tracked.num_unlearned and self._next_matches(tracked).is_sure
 

@@ -1,6 +1,6 @@
-"""A drafter that uses cached text alone: it proposes what followed the longest match (text_cache.py), without any model pass.
+"""A drafter that uses cached text alone: it proposes the tokens after the longest match (text_cache.py), without any model pass.
 
-Draws are from a true distribution q and are verified like any other drafter's. Where there is no match, the tree ends.
+Draws are from a true distribution q and are verified like any other drafter's. The tree ends at a node without a match.
 Shape key: P proposals, M known tokens.
 """
 

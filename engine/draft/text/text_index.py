@@ -11,7 +11,7 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 
 from engine.draft.text.suffix_counts import MAX_CONTEXT, ContextTree
 
-_TOKENS_PER_TURN = 64  # of one index before the next one's turn: short texts do not wait for long ones
+_TOKENS_PER_TURN = 64  # of one index before the turn of the next, so that long texts do not delay short texts
 
 
 class TextWithContext(NamedTuple):

@@ -41,9 +41,9 @@ class BestFirst:
     """Expands the best few nodes each round and keeps the best `max_nodes` of all nodes at the end.
 
     A node's value never exceeds its parent's, so the kept nodes form a tree. At most `max_nodes` are fed: each needs a slot. A
-    round expands only nodes above a minimum value, so that a confident drafter reaches deep. The minimum starts at an equal
-    share and is lowered when no node is above it. Noise-aware values are acceptance probabilities and are compared with the row's
-    costs: nodes below their cost are left out, and growth ends when a round would gain less than a level costs.
+    round expands only nodes above a minimum value, so that a confident drafter reaches deep. The minimum starts at an equal share
+    and is lowered when no node is above it. Noise-aware values are acceptance probabilities and are compared with the row's
+    costs. Nodes below their cost are left out. Growth ends when a round would gain less than a level costs.
     """
 
     def __init__(self, tree: GrowingTree, calibration: RuleCalibration | None) -> None:

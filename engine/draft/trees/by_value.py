@@ -110,8 +110,8 @@ class Heap(AppendOnlyStrategy):
 class CalibratedHeap(Heap):
     """A heap tree with observed acceptance rates in place of draft probabilities.
 
-    A node's value is its acceptance probability. A place's value is the acceptance probability of its token before it is sampled,
-    estimated at the mean probability of a sample from the remaining distribution.
+    A node's value is its acceptance probability. A place's value is the acceptance probability of its token before it is sampled.
+    It is estimated at the mean probability of a sample from the remaining distribution.
     """
 
     def __init__(self, tree: GrowingTree, acceptance: ProbAcceptance) -> None:

@@ -81,7 +81,7 @@ class ProbAcceptance:
 
 
 class _Observation(NamedTuple):
-    """A node's best tokens, best first, and the index of the one that the target `selected`."""
+    """A node's best tokens, best first, and the index of the token that the target `selected`."""
 
     probs: Sequence[float]
     noise: Sequence[float]
@@ -138,7 +138,7 @@ class AgreementWeights:
     def observe(self, probs: Sequence[float], noise: Sequence[float], temperature: float, index: int | None) -> None:
         """Learn that the target selected the token of this index, or (None) a token that is not among the best.
 
-        The last of the best represents all others, so that misses count against the first ones.
+        The last of the best tokens represents all others, so that misses count against the first tokens.
         """
         self._observations.append(_Observation(probs, noise, temperature, len(probs) - 1 if index is None else index))
         if len(self._observations) == _FIT_BATCH:
@@ -188,7 +188,7 @@ class Reliability:
     """
 
     EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985)
-    _START = (1.0, 0.75)  # ratios, of the model's tokens and of cached ones
+    _START = (1.0, 0.75)  # ratios, of the model's tokens and of cached tokens
     _WEIGHTS = (40.0, 8.0)  # of the start, in expected tokens
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class Reliability:
 
     @property
     def shares(self) -> list[list[float]]:
-        """The ratios by bin: a row for the model's tokens and a row for cached ones."""
+        """The ratios by bin: a row for the model's tokens and a row for cached tokens."""
         return [
             [one / other for one, other in zip(accepted, expected, strict=True)]
             for accepted, expected in zip(self._accepted, self._expected, strict=True)

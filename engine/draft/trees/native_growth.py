@@ -106,7 +106,7 @@ class _TextPredictions:
         self.origins: list[dict[tuple[int, ...], Mapping[int, Origin]]] = [{} for _ in rows]
 
     def grow_round(self, growing: Growing) -> Fed:
-        """Grow one round with the predictions at its nodes; return what the head was fed."""
+        """Grow one round with the predictions at its nodes; return the counts of tokens fed to the head."""
         nodes = growing.frontier
         if self._texts is None:
             return growing.round([NOTHING_CACHED] * len(nodes), [False] * len(nodes), ())[1]

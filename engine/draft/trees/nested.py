@@ -1,6 +1,6 @@
-"""Grows many delayed trees of one family as one: every tree is what its expansion would have grown from the same samples.
+"""Grows many delayed trees of one family as one tree: its expansion alone would have grown each from the same samples.
 
-A node gets as many children as the largest of the trees needs. A smaller tree takes the first of them. These have the
+A node gets as many children as the largest of the trees needs. A smaller tree takes the first of these children. They have the
 distribution of fewer samples (i.i.d. or without replacement), or are the best of a ranking. So one deep tree shows the outcome of
 each of its truncations without sampling noise between them.
 """
@@ -48,7 +48,7 @@ class Nested(AppendOnlyStrategy):
         return [FrontierNode(self.tree, node, count) for node, count in most.items()]
 
     def expand(self, node: int, candidates: ChildCandidates) -> None:
-        """Add all candidates; each tree continues with its first ones."""
+        """Add all candidates; each tree continues with the first candidates."""
         children = [self.tree.add(node, token_id) for token_id in candidates.token_ids]
         for counts, level, children_of in zip(self._num_children, self._levels, self._children, strict=True):
             if node in counts:

@@ -3,8 +3,7 @@
 Implements the sampling rules and records the distribution that the verifier needs. The number of children of each node is decided
 by the growth strategies. Sampled tokens are never dropped or reordered here: the candidates are a prefix of the samples, in
 sampling order. With a trimmed vocabulary everything is computed over its columns; columns become token ids, and rows become full
-distributions, at the end.
-Shape key: P nodes, V vocabulary, M the tokens of it that the drafter knows, K those of them with positive probability at some
+distributions, at the end. Shape key: P nodes, V vocabulary, M the drafter's tokens, K of these with positive probability at some
 node, C children of a node, R recorded distributions.
 """
 
@@ -49,7 +48,7 @@ def candidates_of(
 ) -> list[ChildCandidates | None]:
     """Return the candidate children of each node, None where the logits do not define a distribution.
 
-    Where children are sampled, their distributions [P, V] are appended to `probs` and their rows are recorded in the tree.
+    If children are sampled, their distributions [P, V] are appended to `probs` and their rows are recorded in the tree.
     `logits_PM` are the tokens of `vocab`, or all tokens, after the logits processors (engine.sampling.logits_processors).
     The result for one tree does not depend on the other trees.
     """
@@ -349,7 +348,7 @@ class _ResidualSampler:
         return torch.searchsorted(self._cumulative_PM, point_P[:, None], right=True)[:, 0]
 
     def take(self, ids_P: Int[Tensor, " P"], is_taken_P: Tensor | None = None) -> None:
-        """Remove one token from each distribution, or only from those where `is_taken_P`."""
+        """Remove one token from each distribution, or only from the distributions where `is_taken_P`."""
         start_P, width_P = self._interval(ids_P)
         if is_taken_P is not None:
             start_P = torch.where(is_taken_P, start_P, torch.inf)

@@ -20,7 +20,7 @@ class FinishedTree:
     """A finished tree.
 
     `probs_rows` are the rows of the distributions from which children were sampled. `fed` are the nodes whose keys the drafter
-    has cached. `candidates` are by node; `node_values` are those of a noise-aware tree.
+    has cached. `candidates` are by node; `node_values` are set for a noise-aware tree.
     """
 
     tree: TokenTree

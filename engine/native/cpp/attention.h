@@ -105,7 +105,7 @@ struct PairTerms {
   static void add(Register& sum, Register a, Register b) { add_pair_products<kHardware>(sum, a, b); }
 };
 
-// Cached keys or values of a head by their place in a segment: the one function that knows how slots are stored.
+// Cached keys or values of a head by their place in a segment: only this function depends on how slots are stored.
 template <typename Cached>
 struct Rows {
   const Cached* first;
@@ -281,7 +281,7 @@ class Attention {
     }
   }
 
-  // Scores of the masked keys: each token keeps those that it sees, and their slots.
+  // Scores of the masked keys: each token keeps the visible keys and their slots.
   template <typename Terms>
   void score_masked(const Task<Terms>& task) {
     const int64_t shared = task.shared, common = task.common, tokens = task.tokens;

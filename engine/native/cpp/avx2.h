@@ -67,7 +67,7 @@ inline void add_product(Register& sum, Register a, Register b) {
   asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
 }
 
-// Of adjacent bfloat16 numbers the even ones, and the odd ones, as floats.
+// The even and the odd numbers of adjacent bfloat16 numbers, as floats.
 inline Register load_even(const char* from) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)from), 16));
 }
@@ -184,7 +184,7 @@ inline void store_halves(Half* to, Mask m, Floats v) {
       to[i] = all[i];
 }
 
-// To bytes, of numbers that are -127 to 127; returns the sum of what is stored.
+// Stores numbers of -127 to 127 as bytes; returns their sum.
 inline int32_t store_rounded(int8_t* to, Floats v) {
   const __m256i low = _mm256_cvtps_epi32(v.low), high = _mm256_cvtps_epi32(v.high);
   const __m128i first = _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
@@ -373,7 +373,7 @@ inline Integers shifted_right64(Integers a) {
   return {_mm256_srli_epi64(a.low, N), _mm256_srli_epi64(a.high, N)};
 }
 
-// By products of 32 bits: those of the high halves are beyond 64.
+// By products of 32 bits: the products of the high halves are beyond 64.
 inline __m256i times64(__m256i a, __m256i b) {
   const __m256i crossed =
       _mm256_add_epi64(_mm256_mul_epu32(_mm256_srli_epi64(a, 32), b), _mm256_mul_epu32(a, _mm256_srli_epi64(b, 32)));

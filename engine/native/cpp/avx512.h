@@ -52,7 +52,7 @@ inline void store_halves(Half* to, Mask m, Floats v) {
   _mm256_mask_storeu_epi16(to, m, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// To bytes, of numbers that are -127 to 127; returns the sum of what is stored.
+// Stores numbers of -127 to 127 as bytes; returns their sum.
 inline int32_t store_rounded(int8_t* to, Floats v) {
   const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)), shift = _mm_set1_epi8((char)0x80);
   _mm_storeu_si128((__m128i*)to, bytes);
@@ -106,7 +106,7 @@ inline void store_register(float* to, Mask m, Register v) { store(to, m, v); }
 
 inline void add_product(Register& sum, Register a, Register b) { sum = fused(a, b, sum); }
 
-// Of adjacent bfloat16 numbers the even ones, and the odd ones, as floats.
+// The even and the odd numbers of adjacent bfloat16 numbers, as floats.
 inline Register load_even(const char* from) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(from), 16));
 }
@@ -158,7 +158,7 @@ inline Register joined_pairs(Register even, Register odd) {
       _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(nearest_halves(even), 16), nearest_halves(odd)));
 }
 
-// sum += products of the odd numbers, then of the even ones.
+// sum += products of the odd numbers, then of the even numbers.
 template <bool kHardware>
 inline void add_pair_products(Register& sum, Register a, Register b) {
   if constexpr (kHardware) {

@@ -7,7 +7,7 @@
 //   4 bits  16 lines   quads 0 to 3 in the low halves of bytes, quads 4 to 7 in the high halves
 //           2 + 2      scales and offsets of 64 outputs, float16: a weight is scale x code + offset
 //   6 bits  16 lines   the four low bits, as with 4 bits
-//           4 + 4      the two high bits: a byte has those of quads 0 to 3, lowest first; the next four lines 4 to 7
+//           4 + 4      the two high bits: a byte has the bits of quads 0 to 3, lowest first; the next four lines 4 to 7
 //           2 + 2      scales of the first 16 inputs, and of the others: a weight is scale x (code - 32)
 //   8 bits  32 lines   quads 0 to 7
 //           4          scales, float32: a weight is scale x (code - 128)

@@ -23,7 +23,7 @@ inline __m256i in_fours(__m256i pairs) { return _mm256_madd_epi16(pairs, _mm256_
 inline void add_pairs(__m256i& sums, __m256i terms) { asm("vpaddw %1, %0, %0" : "+x"(sums) : "x"(terms)); }
 inline void add_fours(__m256i& sums, __m256i terms) { asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(terms)); }
 
-// Of line `line` of a record, the bytes of 8 outputs: those of register `column`.
+// The bytes of 8 outputs, in register `column`, of line `line` of a record.
 inline __m256i half_line(const char* record, int line, int column) {
   return _mm256_load_si256((const __m256i*)(record + line * kLine + column % 2 * 32));
 }

@@ -16,7 +16,7 @@
 namespace latebranch {
 
 // Cached text's predictions after the A nodes of the frontier, with E tokens in all: `firsts` has each node's first
-// token. Columns after those of the head are tokens of `unknown`. The head does not run on nodes whose prediction
+// token. Columns after the head's are tokens of `unknown`. The head does not run on nodes whose prediction
 // `is_sure`.
 struct Predictions {
   const int64_t *firsts, *columns;  // [A + 1], [E]
@@ -43,7 +43,7 @@ struct Fed {
   int64_t num_tokens, num_queried;
 };
 
-// The trees of a step. The caller owns `head`, `tokens` (those of the head's columns) and the `fed` rows. A token at
+// The trees of a step. The caller owns `head`, `tokens` (of the head's columns) and the `fed` rows. A token at
 // position 0 reads the slot `before_all`.
 class Growing {
  public:
@@ -63,7 +63,7 @@ class Growing {
   const std::vector<float>& offered_odds() const { return offered_odds_; }
   const std::vector<double>& offered_noise() const { return offered_noise_; }
 
-  // Rank tokens after the frontier's nodes, and set the next frontier; return what was fed. The first round feeds
+  // Rank tokens after the frontier's nodes, and set the next frontier; return the counts fed. The first round feeds
   // committed tokens, among them the trees' roots. `pass` has the addresses of caches; its tokens and segments are
   // ignored.
   Fed round(const Predictions& predicted, Pass pass, int num_threads) {

@@ -137,7 +137,7 @@ struct Pass {
   int64_t is_cached_in_half;
 };
 
-// The largest logit of a row among those that a thread has computed.
+// The largest logit of a row that a thread has computed.
 struct Largest {
   float value = -std::numeric_limits<float>::infinity();
   int64_t token = std::numeric_limits<int64_t>::max();

@@ -14,7 +14,7 @@ constexpr double kShareEdges[kShares - 1] = {0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9
 
 struct RankedRow {
   int64_t root_position;
-  const int64_t* slots;  // by position; those of the tree follow the root's
+  const int64_t* slots;  // by position; the tree's slots follow the root's
   int64_t max_nodes, depth, branches;
   uint64_t seed;
   int64_t has_noise;

@@ -4,7 +4,7 @@
 // mask has one bit for each lane.
 //
 //   spread(x)              every lane x; spread32 and spread64 make integers
-//   load, store            16 floats, or those of a mask (others read as 0, or as `otherwise`, and are not written)
+//   load, store            16 floats, or the floats of a mask (others read as 0, or as `otherwise`, and are not written)
 //   fused(a, b, c)         a b + c, rounded once; fused_minus: a b - c; fused_from: c - a b
 //   larger, smaller        the second argument if either is NaN, as in the processor
 //   sum, most              of all lanes

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine import engine as engine_module
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ROOT_SCALARS, FixedExpansion, RootFacts
 from engine.core.tree import Expansion
 from engine.core.types import Request, SamplingParams
 from engine.engine import Engine
 from engine.testing import tiny_engine
+from engine.trace.stats import RowOutcome
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import head_engine, head_logits, learnt_head, true_features
 from tests.model.tiny import model, own_logits, own_module, pair
@@ -91,12 +91,13 @@ def test_roots_are_seen_as_they_are():
 
 @pytest.mark.parametrize("field", ["node", "slot", "root_id"])
 def test_reader_of_wrong_states_is_detected(field, monkeypatch):
-    ends = engine_module._endings
+    ends = RowOutcome.ending
 
-    def beside(*args):
-        return {name: replace(ending, **{field: max(0, getattr(ending, field) - 1)}) for name, ending in ends(*args).items()}
+    def beside(outcome, probs_rows):
+        ending = ends(outcome, probs_rows)
+        return ending and replace(ending, **{field: max(0, getattr(ending, field) - 1)})
 
-    monkeypatch.setattr(engine_module, "_endings", beside)
+    monkeypatch.setattr(RowOutcome, "ending", beside)
     with pytest.raises(AssertionError):
         check_run()
 

@@ -1,7 +1,7 @@
 """The table of exact pairs: refusals, and what is paired with a name that comes alone."""
 
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.core.tree import PLAIN, TREE_NAMES, Expansion, TreeKind, TreeName
@@ -73,7 +73,8 @@ EXPANSIONS = st.one_of(
 )
 
 
-def fits(fit) -> None:
+def fits(fit, *phases: Phase) -> None:
+    @settings(phases=phases)
     @given(EXPANSIONS, st.sampled_from(VERIFIER_NAMES))
     def check(expansion: Expansion, verifier: str) -> None:
         fitting = fit(expansion, verifier)
@@ -92,7 +93,7 @@ def fits(fit) -> None:
 
 
 def test_fitted_tree_is_exact_and_not_larger() -> None:
-    fits(fitted)
+    fits(fitted, Phase.generate, Phase.shrink)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_fitted_tree_is_exact_and_not_larger() -> None:
 )
 def test_wrong_fits_are_detected(mutant) -> None:
     with pytest.raises((AssertionError, InexactPairError, BaseExceptionGroup)):
-        fits(mutant)
+        fits(mutant, Phase.generate)
 
 
 def test_unknown_verifier_error_lists_known_names() -> None:

@@ -4,7 +4,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from server.reasoning.reader import Markers, ReasoningReader
@@ -126,8 +126,8 @@ def _expected(text: str, begins_inside: bool) -> tuple[str, str]:
     return reasoning, re.sub(r"\A\n{1,2}", "", rest)
 
 
-def _check(reader_type: type[ReasoningReader]) -> None:
-    @settings(max_examples=300, report_multiple_bugs=False)
+def _check(reader_type: type[ReasoningReader], num_examples: int, *phases: Phase) -> None:
+    @settings(max_examples=num_examples, report_multiple_bugs=False, phases=phases)
     @given(TEXTS, EDGES, st.booleans(), st.booleans())
     def any_cuts_give_the_same(text: str, edges: list[int], begins_inside: bool, tools: bool) -> None:
         whole = read(text, [], begins_inside, reader_type, tools)
@@ -140,7 +140,7 @@ def _check(reader_type: type[ReasoningReader]) -> None:
 
 
 def test_any_cuts_give_the_same():
-    _check(ReasoningReader)
+    _check(ReasoningReader, 300, Phase.generate, Phase.shrink)
 
 
 class _LetsBegunMarkupOut(ReasoningReader):
@@ -184,4 +184,4 @@ class _StripsEachPiece(ReasoningReader):
 @pytest.mark.parametrize("mutant", [_LetsBegunMarkupOut, _DecidesTooEarly, _CountsBreaksAnew, _LosesTheEnd, _StripsEachPiece])
 def test_mutants_die(mutant: type[ReasoningReader]):
     with pytest.raises(AssertionError):
-        _check(mutant)
+        _check(mutant, 1500, Phase.generate)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from server.text.parsed_text import ReadText, merged
@@ -101,8 +101,8 @@ def _calls(read: ReadText) -> list[tuple[str, str]]:
     return [(name, arguments) for name, arguments in calls]
 
 
-def _check_cuts(markup: str, reader_type: type[MarkupReader], num_examples: int = 60) -> None:
-    @settings(report_multiple_bugs=False, max_examples=num_examples)
+def _check_cuts(markup: str, reader_type: type[MarkupReader], num_examples: int, *phases: Phase) -> None:
+    @settings(report_multiple_bugs=False, max_examples=num_examples, phases=phases)
     @given(texts(markup), st.lists(st.integers(0, 300), max_size=6), st.sampled_from([None, 1]))
     def any_cuts_give_the_same(text: str, edges: list[int], max_calls: int | None) -> None:
         whole = _read(text, [], markup, max_calls, reader_type)
@@ -114,7 +114,7 @@ def _check_cuts(markup: str, reader_type: type[MarkupReader], num_examples: int 
 
 @pytest.mark.parametrize("markup", MARKUPS)
 def test_any_cuts_give_the_same(markup: str):
-    _check_cuts(markup, MarkupReader)
+    _check_cuts(markup, MarkupReader, 60, Phase.generate, Phase.shrink)
 
 
 class _EmitsBegunMarkup(MarkupReader):
@@ -149,7 +149,7 @@ def test_readers_that_depend_on_cuts_fail(markup: str, mutant: type[MarkupReader
     if mutant is _EndsAtEachPiece and markup == "mistral_v11":
         pytest.skip("nothing is behind its arguments")
     with pytest.raises(AssertionError):
-        _check_cuts(markup, mutant, 400)
+        _check_cuts(markup, mutant, 400, Phase.generate)
 
 
 _ANY_HEAD = r'\{{1,2}~"name"~:~"\w+"~,~"(?:arguments|parameters)"~:'.replace("~", r"[ \t\r\n]*")
@@ -502,7 +502,7 @@ def test_reading_takes_linear_time(markup: str):
     for hostile in _HOSTILE:
         for prefix in prefixes if len(hostile) < 4 else ("",):
             text = prefix + hostile * (20_000 // len(hostile))
-            _read(text, range(0, len(text), 7), markup)
+            _read(text, range(0, len(text), 29), markup)
     assert time.process_time() - start < 20
 
 

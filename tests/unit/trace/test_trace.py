@@ -67,10 +67,10 @@ def test_trace_is_on_disk_after_write(tmp_path):
 
 
 def torn_files(path: Path) -> Iterator[int]:
-    """Cut a trace at each byte of its last line, yielding how many bytes are left of that line."""
+    """Cut a trace at places of its last line, the first and last bytes among them, yielding how many bytes are left of it."""
     whole = b"".join(map(encoded_line, RECORDS))
     last = len(encoded_line(RECORDS[-1]))
-    for left in range(last):
+    for left in sorted({*range(9), *range(0, last, 7), *range(last - 9, last)}):
         path.write_bytes(whole[: len(whole) - last + left])
         yield left
 

@@ -87,6 +87,7 @@ def test_shape_of_a_hub_id(reference, is_one):
     assert is_hub_id(reference) is is_one
 
 
+@pytest.mark.slow
 def test_broken_gguf_is_refused_without_leftovers(tmp_path):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF but not really")
