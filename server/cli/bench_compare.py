@@ -152,28 +152,29 @@ def compare(engine: Engine, cases: Sequence[Case], load: BenchLoad, kind: str, n
             runs.append(run_case(engine, load.requests(case, number), load.concurrency))
             bar.update()
         if load.temperature == 0 and not engine.info.rounds_by_width:
-            _require_equal(cases, runs)
+            require_equal([case.name for case in cases], runs)
         rounds.append(runs)
     bar.close()
-    return [_result(index, case, rounds, load, kind) for index, case in enumerate(cases)]
+    return [result_of(index, case.name, rounds, load, kind) for index, case in enumerate(cases)]
 
 
-def _require_equal(cases: Sequence[Case], runs: Sequence[Run]) -> None:
-    for case, run in zip(cases, runs, strict=True):
-        differing = _differing(run, runs[0])
-        if differing:
-            raise OutputsDiffer(f"{case.name} differs from {cases[0].name} at temperature 0 on {', '.join(differing)}")
+def require_equal(names: Sequence[str], runs: Sequence[Run]) -> None:
+    """Raise OutputsDiffer unless all runs of a round have the first one's texts."""
+    for name, run in zip(names, runs, strict=True):
+        if differing := _differing(run, runs[0]):
+            raise OutputsDiffer(f"{name} differs from {names[0]} at temperature 0 on {', '.join(differing)}")
 
 
 def _differing(run: Run, plain: Run) -> list[str]:
     return [name for name, ids in run.texts.items() if ids != plain.texts[name]]
 
 
-def _result(index: int, case: Case, rounds: Sequence[Sequence[Run]], load: BenchLoad, kind: str) -> Result:
+def result_of(index: int, name: str, rounds: Sequence[Sequence[Run]], load: BenchLoad, kind: str) -> Result:
+    """Return the figures of the case at `index` of every round; the first case is plain decoding."""
     runs = [one[index] for one in rounds]
     ratios = [one[index].tokens_per_s / one[0].tokens_per_s for one in rounds]
     return Result(
-        case=case.name,
+        case=name,
         temperature=load.temperature,
         kind=kind,
         num_tokens=sum(len(ids) for run in runs for ids in run.texts.values()),

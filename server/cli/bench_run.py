@@ -10,10 +10,12 @@ from dataclasses import asdict
 from engine.build import BadConfiguration
 from engine.core.validation import RequestRefused
 from engine.engine import Engine
+from engine.model.causal_lm import CausalModel
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.pretrained import load_tokenizer
 from server.adaptive_engine import tool_engine
 from server.cli.bench_compare import BenchLoad, Result, cases_of, compare, table
+from server.cli.bench_oracle import Ceiling, compare_with_oracle, oracle_engine
 from server.cli.bench_prompts import BenchError
 from server.settings import Settings
 from server.text.chat_ids import chat_ids
@@ -34,25 +36,35 @@ def _bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     tokenizer = load_tokenizer(resolve(settings.model).folder)
     prompts = {kind: tuple(chat_ids(tokenizer, text) for text in of_kind) for kind, of_kind in texts.items()}
-    engine = tool_engine(settings.to_tool_config())
-    results = run_bench(engine, prompts, parsed)
-    sys.stdout.write(table(results) + "\n" + as_json(engine, results) + "\n")
+    config, models = settings.to_tool_config(), dict[tuple[str, str], CausalModel]()
+    engine = tool_engine(config, models)
+    oracle = oracle_engine(config, models) if parsed.oracle else None
+    results, ceilings = run_bench(engine, oracle, prompts, parsed)
+    lines = [table(results), *map(str, ceilings), as_json(engine, results, ceilings)]
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
-def run_bench(engine: Engine, prompts: Mapping[str, Prompts], parsed: argparse.Namespace) -> list[Result]:
+def run_bench(
+    engine: Engine, oracle: Engine | None, prompts: Mapping[str, Prompts], parsed: argparse.Namespace
+) -> tuple[list[Result], list[Ceiling]]:
     """Run the whole benchmark. The table of each kind and temperature is printed when it is finished."""
     results: list[Result] = []
+    ceilings: list[Ceiling] = []
     for kind, of_kind in prompts.items():
         for temperature in parsed.temperatures:
             load = BenchLoad(of_kind, temperature, parsed.max_tokens, parsed.concurrency)
-            cases = cases_of(parsed.verifiers, parsed.expansions, temperature)
-            part = compare(engine, cases, load, kind, parsed.rounds)
+            if oracle is None:
+                part = compare(engine, cases_of(parsed.verifiers, parsed.expansions, temperature), load, kind, parsed.rounds)
+            else:
+                part, ceiling = compare_with_oracle(engine, oracle, load, kind, parsed.rounds)
+                ceilings.append(ceiling)
             results += part
             sys.stderr.write(table(part) + "\n")
-    return results
+    return results, ceilings
 
 
-def as_json(engine: Engine, results: Sequence[Result]) -> str:
+def as_json(engine: Engine, results: Sequence[Result], ceilings: Sequence[Ceiling]) -> str:
     """Return one line with the engine's facts and every result."""
-    return json.dumps({"engine": asdict(engine.info), "results": [asdict(result) for result in results]})
+    facts = {"engine": asdict(engine.info), "results": [asdict(result) for result in results]}
+    return json.dumps({**facts, "ceilings": [asdict(ceiling) for ceiling in ceilings]})
