@@ -5,17 +5,19 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from engine.build import BadConfiguration
+from engine.build import BadConfiguration, Models
+from engine.core.config import EngineConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import PLAIN
 from engine.core.validation import RequestRefused
+from engine.draft.recorded_text import RecordedText
 from engine.engine import Engine
-from engine.model.causal_lm import CausalModel
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.pretrained import load_tokenizer
 from server.adaptive_engine import tool_engine
-from server.cli.bench_compare import BenchLoad, Result, cases_of, compare, table
-from server.cli.bench_oracle import Ceiling, compare_with_oracle, oracle_engine
+from server.cli.bench_compare import BenchLoad, Ceiling, Result, cases_of, compare, compare_with_oracle, table
 from server.cli.bench_prompts import BenchError
 from server.settings import Settings
 from server.text.chat_ids import chat_ids
@@ -36,13 +38,24 @@ def _bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     tokenizer = load_tokenizer(resolve(settings.model).folder)
     prompts = {kind: tuple(chat_ids(tokenizer, text) for text in of_kind) for kind, of_kind in texts.items()}
-    config, models = settings.to_tool_config(), dict[tuple[str, str], CausalModel]()
+    config = settings.to_tool_config()
+    models: Models = {}
     engine = tool_engine(config, models)
     oracle = oracle_engine(config, models) if parsed.oracle else None
     results, ceilings = run_bench(engine, oracle, prompts, parsed)
     lines = [table(results), *map(str, ceilings), as_json(engine, results, ceilings)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def oracle_engine(config: EngineConfig, models: Models) -> Engine:
+    """Return an engine that drafts each request's prediction, over the loaded `models` and a cache of its own."""
+    bare = replace(
+        config, drafter="none", draft_model=None, lens=None, head=None, checkpoint=None, cached_text=False, selector=None
+    )
+    engine = tool_engine(bare, models)
+    drafter = RecordedText(engine.info.vocab_size, engine.target.model.device)
+    return Engine(engine.info, config.scheduler, engine.target, drafter, FixedExpansion(PLAIN))
 
 
 def run_bench(

@@ -13,8 +13,17 @@ from engine.core.types import FinishReason, TokenEvent
 from engine.draft.recorded_text import RecordedText
 from engine.testing import tiny_engine, tiny_pair
 from engine.verify import coupled
-from server.cli.bench_compare import BenchLoad, Case, OutputsDiffer, RequestFailed, cases_of, compare, run_case, table
-from server.cli.bench_oracle import compare_with_oracle
+from server.cli.bench_compare import (
+    BenchLoad,
+    Case,
+    OutputsDiffer,
+    RequestFailed,
+    cases_of,
+    compare,
+    compare_with_oracle,
+    run_case,
+    table,
+)
 
 SHAPES = [Expansion(3, 1, 0), Expansion(1, 2, 2)]
 
