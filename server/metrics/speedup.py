@@ -19,7 +19,7 @@ ERROR_RATE = 0.05  # of an interval, over all times together
 _BLOCK_STEPS = 64  # at least, with one plain step
 _WINDOW_PAIRS = 1024  # after which a new interval begins, so that old steps do not hide a change
 _FIRST_PAIRS = 64  # of a new interval before it replaces the last one
-_PRIOR_PAIRS = 16.0  # sets where the interval is narrowest: at about eight times as many pairs
+_PRIOR_PAIRS = 4.0  # sets where the interval is narrowest: at about eight times as many pairs
 _LONGEST = 4.0  # typical steps: a longer step was interrupted by another program
 _MEMORY = 0.95  # decay of the typical step's seconds
 
