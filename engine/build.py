@@ -47,6 +47,7 @@ from engine.model.root_features import RootFeatures
 from engine.model.stored_model import load_stored
 from engine.model.target import Target
 from engine.native import library
+from engine.plain_comparison import PlainComparison
 from engine.profiling.step_timer import StepTimer
 from engine.structured_output.grammars import CompiledGrammars, vocabulary_loader
 from engine.trace.file import TraceFile
@@ -384,7 +385,7 @@ def _policy(
         return FixedExpansion(config.expansion)
     if adaptive is not None:
         try:
-            return _with_runs(CachedChoice(adaptive(config, rig, roots)), config, drafter)
+            return PlainComparison(_with_runs(CachedChoice(adaptive(config, rig, roots)), config, drafter))
         except ValueError as error:  # no such policy, or its network was trained for other models or trees
             raise BadConfiguration(str(error)) from error
     raise BadConfiguration(f"unknown policy {config.policy!r}; known: plain, fixed")

@@ -27,6 +27,9 @@ def add_bench_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     command.add_argument("--max-tokens", type=positive_int, default=96, help="tokens generated for each prompt")
     command.add_argument("--concurrency", type=positive_int, default=1, help="requests in the engine at a time")
     command.add_argument("--rounds", type=positive_int, default=3, help="times everything is run, interleaved")
+    command.add_argument(
+        "--oracle", action="store_true", help="compare the configured drafter with drafts from recorded answers: the ceiling"
+    )
     command.set_defaults(handler=_bench)
 
 

@@ -1,12 +1,12 @@
-"""Compares plain decoding with every verifier and expansion, on the same prompts, interleaved in one run.
+"""Compares plain decoding with every verifier and expansion, or with recorded answers, on the same prompts, in turns.
 
 Knows an engine in this process and its clock; no HTTP, no command line. A ratio compares with plain decoding of the same round.
 The median and the spread over rounds are reported.
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from engine.core.tree import PLAIN, Expansion
 from engine.core.types import STAGES, FinishReason, Request, SamplingParams, Speculation, StepStats
@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.utils.progress_bar import progress_bar
 
 _STAGES = tuple(f"{stage}_s" for stage in STAGES)
+CHAINS = tuple(Expansion(length, 1, 0) for length in (2, 4, 8, 16, 32))  # of recorded text
 
 
 class OutputsDiffer(AssertionError):
@@ -41,6 +42,9 @@ class Case:
     def speculation(self) -> Speculation:
         """The engine's speculation parameters."""
         return Speculation(not self.expansion.is_plain, self.expansion, self.verifier)
+
+
+_PLAIN = Case("coupled", PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,33 @@ class Result:
     shares: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """Tokens a second (medians) of plain decoding, the configured drafter and the fastest chain of recorded text.
+
+    The shares are tokens a second over the ceiling's in the same round: medians, and the drafter's lowest and highest.
+    """
+
+    kind: str
+    temperature: float
+    plain: float
+    own: float
+    ceiling: float
+    chain: str
+    own_share: float
+    own_share_low: float
+    own_share_high: float
+    plain_share: float
+
+    def __str__(self) -> str:
+        """Return one line."""
+        own = f"{self.own:.1f} tokens a second, {self.own_share:.0%} ({self.own_share_low:.0%} to {self.own_share_high:.0%})"
+        return (
+            f"{self.kind}, temperature {self.temperature:g}: the drafter has {own} of the ceiling of {self.ceiling:.1f}"
+            f" (chains of {self.chain}); plain decoding has {self.plain_share:.0%}"
+        )
+
+
 def run_case(engine: Engine, requests: Iterator[Request], concurrency: int) -> Run:
     """Keep `concurrency` requests in the engine until all are done. Raises RequestFailed if the engine fails on one."""
     run = Run()
@@ -152,28 +183,75 @@ def compare(engine: Engine, cases: Sequence[Case], load: BenchLoad, kind: str, n
             runs.append(run_case(engine, load.requests(case, number), load.concurrency))
             bar.update()
         if load.temperature == 0 and not engine.info.rounds_by_width:
-            _require_equal(cases, runs)
+            require_equal([case.name for case in cases], runs)
         rounds.append(runs)
     bar.close()
-    return [_result(index, case, rounds, load, kind) for index, case in enumerate(cases)]
+    return [result_of(index, case.name, rounds, load, kind) for index, case in enumerate(cases)]
 
 
-def _require_equal(cases: Sequence[Case], runs: Sequence[Run]) -> None:
-    for case, run in zip(cases, runs, strict=True):
-        differing = _differing(run, runs[0])
-        if differing:
-            raise OutputsDiffer(f"{case.name} differs from {cases[0].name} at temperature 0 on {', '.join(differing)}")
+def require_equal(names: Sequence[str], runs: Sequence[Run]) -> None:
+    """Raise OutputsDiffer unless all runs of a round have the first one's texts."""
+    for name, run in zip(names, runs, strict=True):
+        if differing := _differing(run, runs[0]):
+            raise OutputsDiffer(f"{name} differs from {names[0]} at temperature 0 on {', '.join(differing)}")
 
 
 def _differing(run: Run, plain: Run) -> list[str]:
     return [name for name, ids in run.texts.items() if ids != plain.texts[name]]
 
 
-def _result(index: int, case: Case, rounds: Sequence[Sequence[Run]], load: BenchLoad, kind: str) -> Result:
+def compare_with_oracle(own: Engine, oracle: Engine, load: BenchLoad, kind: str, num_rounds: int) -> tuple[list[Result], Ceiling]:
+    """Run plain decoding, the configured drafter and chains of the recorded answers in every round: the ceiling of speculation.
+
+    `oracle` drafts each request's prediction without errors and without passes. Seeded requests are verified by the coupled rule,
+    so that every way of drafting generates the recorded answer. A greedy text that differs from the recorded one raises
+    OutputsDiffer, except in bfloat16.
+    """
+    names = [_PLAIN.name, "own drafter", *(f"oracle {chain}" for chain in CHAINS)]
+    rounds = []
+    with progress_bar(what=f"{kind}, temperature {load.temperature:g}", total=num_rounds * len(names), unit="run") as bar:
+        for number in range(num_rounds):
+            runs: list[Run] = []
+            for run in _runs(own, oracle, load, number):
+                runs.append(run)
+                bar.update()
+            if load.temperature == 0 and not own.info.rounds_by_width:
+                require_equal(names, runs)
+            rounds.append(runs)
+    results = [result_of(index, name, rounds, load, kind) for index, name in enumerate(names)]
+    return results, _ceiling(results, rounds)
+
+
+def _runs(own: Engine, oracle: Engine, load: BenchLoad, number: int) -> Iterator[Run]:
+    plain = run_case(oracle, load.requests(_PLAIN, number), load.concurrency)
+    yield plain
+    free = (replace(request, speculation=Speculation()) for request in load.requests(_PLAIN, number))
+    yield run_case(own, free, load.concurrency)
+    for chain in CHAINS:
+        yield run_case(oracle, _recorded(load.requests(Case("coupled", chain), number), plain.texts), load.concurrency)
+
+
+def _recorded(requests: Iterator[Request], texts: Mapping[str, Sequence[int]]) -> Iterator[Request]:
+    return (replace(request, prediction_ids=tuple(texts[request.request_id])) for request in requests)
+
+
+def _ceiling(results: Sequence[Result], rounds: Sequence[Sequence[Run]]) -> Ceiling:
+    plain, own, *oracles = results
+    best = max(range(len(oracles)), key=lambda index: oracles[index].tokens_per_s)
+    plain_shares, own_shares = ([one[index].tokens_per_s / one[2 + best].tokens_per_s for one in rounds] for index in (0, 1))
+    return Ceiling(
+        *(plain.kind, plain.temperature, plain.tokens_per_s, own.tokens_per_s, oracles[best].tokens_per_s),
+        *(str(CHAINS[best].trunk), statistics.median(own_shares), min(own_shares), max(own_shares)),
+        statistics.median(plain_shares),
+    )
+
+
+def result_of(index: int, name: str, rounds: Sequence[Sequence[Run]], load: BenchLoad, kind: str) -> Result:
+    """Return the figures of the case at `index` of every round; the first case is plain decoding."""
     runs = [one[index] for one in rounds]
     ratios = [one[index].tokens_per_s / one[0].tokens_per_s for one in rounds]
     return Result(
-        case=case.name,
+        case=name,
         temperature=load.temperature,
         kind=kind,
         num_tokens=sum(len(ids) for run in runs for ids in run.texts.values()),

@@ -5,15 +5,19 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from engine.build import BadConfiguration
+from engine.build import BadConfiguration, Models
+from engine.core.config import EngineConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import PLAIN
 from engine.core.validation import RequestRefused
+from engine.draft.recorded_text import RecordedText
 from engine.engine import Engine
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.pretrained import load_tokenizer
 from server.adaptive_engine import tool_engine
-from server.cli.bench_compare import BenchLoad, Result, cases_of, compare, table
+from server.cli.bench_compare import BenchLoad, Ceiling, Result, cases_of, compare, compare_with_oracle, table
 from server.cli.bench_prompts import BenchError
 from server.settings import Settings
 from server.text.chat_ids import chat_ids
@@ -34,25 +38,46 @@ def _bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     tokenizer = load_tokenizer(resolve(settings.model).folder)
     prompts = {kind: tuple(chat_ids(tokenizer, text) for text in of_kind) for kind, of_kind in texts.items()}
-    engine = tool_engine(settings.to_tool_config())
-    results = run_bench(engine, prompts, parsed)
-    sys.stdout.write(table(results) + "\n" + as_json(engine, results) + "\n")
+    config = settings.to_tool_config()
+    models: Models = {}
+    engine = tool_engine(config, models)
+    oracle = oracle_engine(config, models) if parsed.oracle else None
+    results, ceilings = run_bench(engine, oracle, prompts, parsed)
+    lines = [table(results), *map(str, ceilings), as_json(engine, results, ceilings)]
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
-def run_bench(engine: Engine, prompts: Mapping[str, Prompts], parsed: argparse.Namespace) -> list[Result]:
+def oracle_engine(config: EngineConfig, models: Models) -> Engine:
+    """Return an engine that drafts each request's prediction, over the loaded `models` and a cache of its own."""
+    bare = replace(
+        config, drafter="none", draft_model=None, lens=None, head=None, checkpoint=None, cached_text=False, selector=None
+    )
+    engine = tool_engine(bare, models)
+    drafter = RecordedText(engine.info.vocab_size, engine.target.model.device)
+    return Engine(engine.info, config.scheduler, engine.target, drafter, FixedExpansion(PLAIN))
+
+
+def run_bench(
+    engine: Engine, oracle: Engine | None, prompts: Mapping[str, Prompts], parsed: argparse.Namespace
+) -> tuple[list[Result], list[Ceiling]]:
     """Run the whole benchmark. The table of each kind and temperature is printed when it is finished."""
     results: list[Result] = []
+    ceilings: list[Ceiling] = []
     for kind, of_kind in prompts.items():
         for temperature in parsed.temperatures:
             load = BenchLoad(of_kind, temperature, parsed.max_tokens, parsed.concurrency)
-            cases = cases_of(parsed.verifiers, parsed.expansions, temperature)
-            part = compare(engine, cases, load, kind, parsed.rounds)
+            if oracle is None:
+                part = compare(engine, cases_of(parsed.verifiers, parsed.expansions, temperature), load, kind, parsed.rounds)
+            else:
+                part, ceiling = compare_with_oracle(engine, oracle, load, kind, parsed.rounds)
+                ceilings.append(ceiling)
             results += part
             sys.stderr.write(table(part) + "\n")
-    return results
+    return results, ceilings
 
 
-def as_json(engine: Engine, results: Sequence[Result]) -> str:
+def as_json(engine: Engine, results: Sequence[Result], ceilings: Sequence[Ceiling]) -> str:
     """Return one line with the engine's facts and every result."""
-    return json.dumps({"engine": asdict(engine.info), "results": [asdict(result) for result in results]})
+    facts = {"engine": asdict(engine.info), "results": [asdict(result) for result in results]}
+    return json.dumps({**facts, "ceilings": [asdict(ceiling) for ceiling in ceilings]})

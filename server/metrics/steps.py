@@ -7,6 +7,7 @@ from engine.core.config import BLOCK_TOKENS
 from engine.core.service import EngineHealth, EngineState
 from engine.core.types import STAGES, DraftSource, ModelInfo, StepStats
 from server.metrics.constructors import ITERATION_BUCKETS, PHASE_BUCKETS, Families
+from server.metrics.speedup import SpeedupOverPlain
 
 _MAX_EXPANSION_LABELS = 64
 _OTHER = "other"
@@ -100,6 +101,15 @@ class StepMetrics:
         self._plain_s = families.counter(
             "latebranch_predicted_plain_seconds", "Predicted seconds of plain decoding for the expected tokens of those steps."
         )
+        self._speedup = SpeedupOverPlain()
+        speedup = families.gauge(
+            "latebranch_speedup_over_plain", "Measured tokens per second of decoding steps over those of plain decoding."
+        )
+        speedup.set_function(lambda: self._speedup.interval().estimate)
+        lower = families.gauge("latebranch_speedup_over_plain_lower", "Lower bound of the 95 % interval of that speed-up.")
+        lower.set_function(lambda: self._speedup.interval().lower)
+        upper = families.gauge("latebranch_speedup_over_plain_upper", "Upper bound of the 95 % interval of that speed-up.")
+        upper.set_function(lambda: self._speedup.interval().upper)
         self._steps = families.counter("latebranch_steps", "Engine steps.")
         self._phase_s = families.histograms(
             "latebranch_step_phase_seconds", f"Seconds of a step: {', '.join(STAGES)}.", "phase", PHASE_BUCKETS
@@ -135,6 +145,7 @@ class StepMetrics:
         self._on_speculation(stats)
         self._on_policy(stats)
         self._on_seconds(stats)
+        self._speedup.on_step(stats)
 
     @property
     def load(self) -> EngineLoad:

@@ -45,7 +45,8 @@ def growers_of(drafter: Drafter | None, vocab_size: int, device: torch.device) -
     if drafter is None:
         return (feeder,)
     native = drafter.native_grower() if isinstance(drafter, HasNativeGrower) else None
-    return (feeder, *([native] if native else ()), _RoundGrower(drafter, vocab_size, device))
+    own = drafter if isinstance(drafter, TreeGrower) else native
+    return (feeder, *([own] if own else ()), _RoundGrower(drafter, vocab_size, device))
 
 
 def grow(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -59,6 +59,7 @@ class Growth:
     passes: ModelPasses = ModelPasses()
 
 
+@runtime_checkable
 class TreeGrower(Protocol):
     """One way to grow the trees of a step. All of them grow the same trees from the same rows."""
 

@@ -3,14 +3,27 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.load import in_turns
+from engine.core.policy import FixedExpansion
 from engine.core.step_observer import StepObserver
 from engine.core.tree import PLAIN, Expansion
 from engine.core.types import FinishReason, TokenEvent
+from engine.draft.recorded_text import RecordedText
 from engine.testing import tiny_engine, tiny_pair
 from engine.verify import coupled
-from server.cli.bench_compare import BenchLoad, Case, OutputsDiffer, RequestFailed, cases_of, compare, run_case, table
+from server.cli.bench_compare import (
+    BenchLoad,
+    Case,
+    OutputsDiffer,
+    RequestFailed,
+    cases_of,
+    compare,
+    compare_with_oracle,
+    run_case,
+    table,
+)
 
 SHAPES = [Expansion(3, 1, 0), Expansion(1, 2, 2)]
 
@@ -103,3 +116,44 @@ def test_verifier_that_changes_tokens_is_detected(engine, monkeypatch):
     monkeypatch.setattr("engine.verify.dispatch.judge_greedy", shifted)
     with pytest.raises(OutputsDiffer, match="temperature 0"):
         compare(engine, cases_of(["traversal"], SHAPES, 0.0), load(0.0), "tiny", num_rounds=1)
+
+
+def oracle_of(target):
+    drafter = RecordedText(target.vocab_size, torch.device("cpu"))
+    return tiny_engine(target, drafter, FixedExpansion(PLAIN), "coupled")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_oracle_accepts_every_recorded_token(temperature):
+    """Chains of 4 bring 20 tokens in 4 steps; the own drafter's texts are the same and take more steps."""
+    target, draft = tiny_pair()
+    own, oracle = tiny_engine(target, draft, verifier="coupled"), oracle_of(target)
+    results, ceiling = compare_with_oracle(own, oracle, load(temperature), "tiny", num_rounds=2)
+    by_name = {result.case: result for result in results}
+    assert by_name["oracle 4.1.0"].block_efficiency == 5.0
+    assert by_name["oracle 32.1.0"].block_efficiency == 20.0
+    assert 1.0 < by_name["own drafter"].block_efficiency < 5.0
+    assert {result.num_tokens for result in results} == {2 * 4 * 20}
+    assert ceiling.own_share_low <= ceiling.own_share <= ceiling.own_share_high
+    assert ceiling.ceiling == max(result.tokens_per_s for result in results if result.case.startswith("oracle"))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("verifier", ["coupled", "traversal"])
+def test_wrong_record_changes_no_text(temperature, verifier):
+    """The mutant of the record: a wrong token ends its use. A verifier that needs draft distributions gets no drafts."""
+    oracle = oracle_of(tiny_pair()[0])
+    texts: dict[str, dict[str, list[int]]] = {}
+    for name, chain in {"plain": PLAIN, "right": Expansion(4, 1, 0), "wrong": Expansion(4, 1, 0)}.items():
+        requests = list(load(temperature).requests(Case(verifier, chain), 0))
+        if name != "plain":
+            recorded = [texts["plain"][one.request_id][:10] for one in requests]
+            for ids in recorded if name == "wrong" else ():
+                ids[7] += 1
+            requests = [replace(one, prediction_ids=tuple(ids)) for one, ids in zip(requests, recorded, strict=True)]
+        run = run_case(oracle, iter(requests), 2)
+        texts[name] = run.texts
+        if verifier == "coupled" or temperature == 0.0:
+            num_steps = {"plain": 20, "right": 12, "wrong": 14}[name]
+            assert sum(step.num_decoding_rows for step in run.steps) == num_steps * len(requests)
+    assert texts["right"] == texts["wrong"] == texts["plain"]

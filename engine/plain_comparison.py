@@ -1,0 +1,37 @@
+"""Comparison of a policy with plain decoding while it serves: some of the steps that would draft decode plainly.
+
+Where drafting pays, plain decoding would never be timed. The server estimates the speed-up from these steps
+(server.metrics.speedup). The text of a coupled or greedy request does not depend on them, the distribution of no request does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.core.policy import ExpansionChoice, ExpansionPolicy, Reason, SequenceView, StepFeedback
+from engine.core.tree import PLAIN
+
+COMPARED_EVERY = 256  # drafting steps
+_COMPARED = (Reason.SPECULATION_PAYS, Reason.COPIED_TEXT)  # a probe would be charged with the seconds of plain decoding
+
+
+class PlainComparison:
+    """Wraps a policy and replaces one of COMPARED_EVERY choices with drafts by plain decoding."""
+
+    def __init__(self, policy: ExpansionPolicy) -> None:
+        self.name = policy.name
+        self._policy = policy
+        self._num_drafting = 0
+
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
+        """Return the policy's choice, or plain decoding in its place."""
+        choice = self._policy.choose(views)
+        if choice.reason not in _COMPARED:
+            return choice
+        self._num_drafting += 1
+        if self._num_drafting % COMPARED_EVERY:
+            return choice
+        return replace(choice, expansions=(PLAIN,) * len(views), reason=Reason.COMPARISON, speedup=1.0, step_s=None)
+
+    def observe(self, feedback: StepFeedback) -> None:
+        """Let the policy learn from the step that ran."""
+        self._policy.observe(feedback)
