@@ -42,6 +42,7 @@ from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.kv_cache import KVCache
 from engine.memory_plan import memory_need, shortage
 from engine.model.causal_lm import CausalModel, load_model, weights_dtype
+from engine.model.hidden_states import has_layer_states
 from engine.model.linear_backends import fastest_linears, fastest_precision
 from engine.model.root_features import RootFeatures
 from engine.model.stored_model import load_stored
@@ -291,6 +292,8 @@ def _drafter(config: EngineConfig, target: Target, models: "_Models") -> Drafter
         return None
     if config.drafter == "ngram":
         return TextDrafter(target.model.vocab_size, target.model.device, _texts(config))
+    if config.drafter in ("early-exit", "head", "checkpoint") and not has_layer_states(target.model):
+        raise BadConfiguration(f"drafter {config.drafter}: the states between the layers of {config.model} cannot be read")
     if config.drafter == "early-exit":
         return _early_exit_drafter(Path(_required(config.lens, "lens")), target)
     if config.drafter == "head":

@@ -6,11 +6,13 @@ meaningful.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -51,15 +53,15 @@ _WINDOW = 6
 FAMILIES = ("llama", "qwen2", "gemma3")  # of the presets; `tiny_module` supports more
 
 
-def _gemma3(common: Mapping[str, int]) -> PretrainedConfig:
+def _windowed(common: Mapping[str, int]) -> dict[str, Any]:
+    """Return fields of a configuration whose layers with and without windows alternate."""
     layer_types = ["sliding_attention", "full_attention"] * common["num_hidden_layers"]
+    return {"sliding_window": _WINDOW, **common, "layer_types": layer_types[: common["num_hidden_layers"]]}
+
+
+def _gemma3(common: Mapping[str, int]) -> PretrainedConfig:
     # Untied: Gemma scales embeddings by sqrt(width), so a random tied head would always repeat its input.
-    return Gemma3TextConfig(
-        **{"sliding_window": _WINDOW, **common},
-        layer_types=layer_types[: common["num_hidden_layers"]],
-        query_pre_attn_scalar=8,
-        tie_word_embeddings=False,
-    )
+    return Gemma3TextConfig(**_windowed(common), query_pre_attn_scalar=8, tie_word_embeddings=False)
 
 
 _CONFIGURATIONS: dict[str, Callable[[Mapping[str, int]], PretrainedConfig]] = {
@@ -68,11 +70,12 @@ _CONFIGURATIONS: dict[str, Callable[[Mapping[str, int]], PretrainedConfig]] = {
     "qwen2": lambda common: Qwen2Config(**common),
     "qwen3": lambda common: Qwen3Config(**common),
     "gemma3": _gemma3,
+    "gpt_oss": lambda common: GptOssConfig(**_windowed(common), num_local_experts=4, num_experts_per_tok=2),
 }
 
 
 def tiny_module(family: str = "llama", seed: int = 0, num_layers: int = 3, vocab_size: int = 61, **sizes: int) -> PreTrainedModel:
-    """Return a random float32 model. Mistral's layers and every second one of gemma3's have sliding windows of 6 tokens."""
+    """Return a random float32 model. Mistral's layers and every second one of gemma3's and gpt_oss's have windows of 6 tokens."""
     config = _CONFIGURATIONS[family]({**_COMMON, "num_hidden_layers": num_layers, "vocab_size": vocab_size, **sizes})
     with torch.random.fork_rng():
         torch.manual_seed(seed)

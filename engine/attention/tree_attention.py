@@ -75,7 +75,7 @@ def group_attention(
     """Return the attention output of one group, padded rows included."""
     scores = torch.matmul(folded(query_THGK, group), keys_BLHK.permute(0, 2, 3, 1)) * scoring.scale
     scores = unfolded(scoring.capped(scores), group) + group.bias(scoring.window, scores.dtype)
-    weights_BHGQL = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_THGK.dtype)
+    weights_BHGQL = scoring.weights(scores).to(query_THGK.dtype)
     return in_rows(torch.matmul(weights_BHGQL.flatten(2, 3), values_BLHK.permute(0, 2, 1, 3)), group)
 
 
@@ -105,22 +105,24 @@ def tree_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Float[Tensor, " HG"] | None = None,
     attention_context: AttentionContext | None = None,
-    **kwargs: Any,
+    **_: Any,
 ) -> tuple[Float[Tensor, "1 T HG V"], None]:
     """Write the layer's keys and values, then attend; the signature is transformers' AttentionInterface.
 
-    Raises UnsupportedAttention for attention sinks and for a call without context, which would be unmasked.
+    `s_aux` are attention sinks. Raises UnsupportedAttention for a call without context, which would be unmasked.
     """
     if attention_context is None or attention_mask is not None:
         raise UnsupportedAttention("this attention needs its context and makes its own masks")
-    if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
-        raise UnsupportedAttention("attention sinks are not supported")
+    if s_aux is None and getattr(module, "sinks", None) is not None:
+        raise UnsupportedAttention("the layer has attention sinks and does not pass them")
     layer: int = module.layer_idx  # type: ignore[assignment]
     attention_context.cache.write(layer, attention_context.write_slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
     num_tokens, num_heads, head_size = query.shape[2], key.shape[1], query.shape[3]
     query_THGK = query[0].transpose(0, 1).reshape(num_tokens, num_heads, -1, head_size)
-    scoring = Scoring(head_size**-0.5 if scaling is None else scaling, sliding_window, softcap)
+    sinks_HG = None if s_aux is None else s_aux.view(num_heads, -1)
+    scoring = Scoring(head_size**-0.5 if scaling is None else scaling, sliding_window, softcap, sinks_HG)
     out = attention_context.attended(layer, query_THGK, scoring)
     return out.view(1, num_tokens, num_heads * query_THGK.shape[2], -1), None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.model.causal_lm import CausalModel
 from engine.native.decoder_pass import Output
+from engine.weights import UnsupportedModel
 
 
 def place_after(count: int, depth: int, is_last_normed: bool = True) -> int:
@@ -62,6 +63,18 @@ class StateTap:
             self._states[count] = (output if isinstance(output, Tensor) else output[0]).flatten(0, 1)
 
         return read
+
+
+def has_layer_states(model: CausalModel) -> bool:
+    """Return whether the states between a model's layers can be read: its layers and last norm are found by name."""
+    inner = getattr(getattr(model, "module", None), "model", None)
+    return model.native is not None or (hasattr(inner, "layers") and hasattr(inner, "norm"))
+
+
+def require_layer_states(model: CausalModel) -> None:
+    """Raise UnsupportedModel unless the states between a model's layers can be read."""
+    if not has_layer_states(model):
+        raise UnsupportedModel(f"{type(model.module).__name__}: the states between its layers cannot be read")
 
 
 def _modules_after(model: CausalModel, layers: Sequence[int], is_last_normed: bool) -> dict[int, Any]:

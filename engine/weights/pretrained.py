@@ -18,6 +18,8 @@ _WEIGHTS: dict[str, Any] = {**_TRUST, "use_safetensors": True}
 _OWN_CODE = "code of its own folder, which is never run"
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # transformers' names of layers that keep a state
+_KEEPS_STATE = "each sequence has a recurrent state, and a tree would need one for each node"
 # transformers chooses its frequencies by the longest position of the whole batch. ("dynamic" does so only beyond the positions
 # the model is made for, which are never served.)
 _BATCH_DEPENDENT_ROPE = {"longrope"}
@@ -74,15 +76,25 @@ def refuse_by_configuration(config: Any) -> None:
             getattr(text, name, None)
     except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         raise refused(config.model_type, error) from error
+    if layer_types & _STATE_TYPES:
+        raise refused(config.model_type, f"{_KEEPS_STATE} (layers of type {', '.join(sorted(layer_types & _STATE_TYPES))})")
     if layer_types - _LAYER_TYPES or is_chunked:
         unknown = ", ".join(sorted(layer_types - _LAYER_TYPES)) or "chunked"
         raise refused(config.model_type, f"layers of type {unknown} cannot be driven")
     if missing:
-        raise refused(config.model_type, f"its configuration has no {' and no '.join(missing)}")
+        lacks = f"its configuration has no {' and no '.join(missing)}"
+        raise refused(config.model_type, f"{_KEEPS_STATE} ({lacks})" if _is_stateful(config) else lacks)
     if rope_types:
         raise refused(
             config.model_type, f"rotary embeddings of type {', '.join(rope_types)} depend on the longest text of a batch"
         )
+
+
+def _is_stateful(config: Any) -> bool:
+    """Return whether transformers marks the model as one whose state cannot be taken back. This imports the model's code."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False))
 
 
 def _values_of(settings: dict[str, Any], name: str) -> Iterator[Any]:

@@ -27,7 +27,7 @@ COLUMNS = TableColumns(tokens=(0, 0, 1 << 20), outputs=())
 
 @dataclass(frozen=True)
 class Heads:
-    """How a layer attends: key-value heads, query heads for each, sizes of keys and values, window, cap."""
+    """How a layer attends: key-value heads, query heads for each, sizes of keys and values, window, cap, sinks."""
 
     num: int = 2
     num_shared: int = 2
@@ -35,11 +35,13 @@ class Heads:
     value_size: int = 64
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
 
-    @property
-    def scoring(self) -> Scoring:
-        """How scores are made."""
-        return Scoring(self.size**-0.5, self.window, self.softcap)
+    def scoring(self, device: torch.device = DEVICE) -> Scoring:
+        """Return how weights are made."""
+        count = self.num * self.num_shared
+        sinks_HG = torch.linspace(-1.0, 3.0, count, device=device).view(self.num, -1) if self.has_sinks else None
+        return Scoring(self.size**-0.5, self.window, self.softcap, sinks_HG)
 
 
 def random_tree(rng: random.Random, num_nodes: int) -> TokenTree:
@@ -109,7 +111,7 @@ def inputs(num_tokens: int, heads: Heads, dtype: torch.dtype = torch.float32, nu
 
 def by(attend: Attend, given: Inputs, batch: PagedBatch, heads: Heads) -> Tensor:
     """Return what an attention over tables makes of it, float32 on the processor."""
-    out = attend(*(given.query_THGK, given.keys_SHK, given.values_SHV, batch), heads.scoring)
+    out = attend(*(given.query_THGK, given.keys_SHK, given.values_SHV, batch), heads.scoring())
     return out.float().cpu()
 
 
@@ -119,7 +121,7 @@ def gathered(given: Inputs, segments: Sequence[Segment], heads: Heads) -> Tensor
     cache = KVCache(len(given.keys_SHK) - 1, CPU)
     cache.write(0, torch.arange(len(given.keys_SHK)), given.keys_SHK.float().cpu(), given.values_SHV.float().cpu())
     query_THGK = given.query_THGK[: batch.num_tokens].float().cpu()
-    out = GatheredAttention(batch, cache).attended(0, query_THGK, heads.scoring)
+    out = GatheredAttention(batch, cache).attended(0, query_THGK, heads.scoring(CPU))
     return out.view(*query_THGK.shape[:3], -1)
 
 

@@ -89,6 +89,7 @@ def attend(
     keys,
     values,
     table,
+    sinks,  # [H G]
     out,  # [T, H G, V], or if keys are split float32 [P, T, H G, V]
     logs,  # if keys are split each row's log2 of its weights' sum [P, T, H G]
     num_tokens,
@@ -110,6 +111,7 @@ def attend(
     BLOCK_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Attend with the queries of one tile and one key-value head to one part of the segment's keys."""
     head, part = tl.program_id(1), tl.program_id(2)
@@ -139,7 +141,12 @@ def attend(
         first_of_tail = num_context // BLOCK_N * BLOCK_N  # from here on blocks hold tail keys
         middle = tl.maximum(tl.minimum(end, first_of_tail), begin)
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        state = best, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_SINKS:  # a key without a value, in the first part
+            sink = tl.load(sinks + head * G + rows % G).to(tl.float32) * _LOG2_E
+            best = tl.where(part == 0, sink, best)
+            total = tl.where(part == 0, total + 1.0, total)
+        state = best, total, tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         tile = first_key, first_tail
         for at in range(begin, middle, BLOCK_N):
             state = _column_block(

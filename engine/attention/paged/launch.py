@@ -70,6 +70,7 @@ def attend(
     assert values_SHV.is_contiguous()
     parts, block_v = num_parts(shape, num_heads), max(_SMALLEST, triton.next_power_of_2(value_size))
     block_k, block_m = (max(_SMALLEST, triton.next_power_of_2(n)) for n in (size, shape.tile_len * num_shared))
+    sinks = batch.table if scoring.sinks_HG is None else scoring.sinks_HG.contiguous()  # the table is not read as sinks
     rows, blocks = num_tokens * num_heads * num_shared, Blocks.of(query_THGK.dtype, block_m, max(block_k, block_v))
     out = query_THGK.new_empty(num_tokens, num_heads, num_shared, value_size)
     partial, logs = out, out
@@ -77,7 +78,7 @@ def attend(
         partial = query_THGK.new_empty(parts, rows, value_size, dtype=torch.float32)
         logs = query_THGK.new_empty(parts, rows, dtype=torch.float32)
     kernels.attend[num_tokens, num_heads, parts](
-        *(query_THGK.contiguous(), keys_SHK, values_SHV, batch.table, partial, logs),
+        *(query_THGK.contiguous(), keys_SHK, values_SHV, batch.table, sinks, partial, logs),
         *(num_tokens, parts, batch.first_tile, batch.first_position, scoring.scale, scoring.softcap or 1.0, scoring.window or 0),
         G=num_shared,
         NUM_HEADS=num_heads,
@@ -91,6 +92,7 @@ def attend(
         BLOCK_V=block_v,
         HAS_SOFTCAP=scoring.softcap is not None,
         HAS_WINDOW=scoring.window is not None,
+        HAS_SINKS=scoring.sinks_HG is not None,
         num_warps=blocks.num_warps,
         num_stages=min(blocks.num_stages, _most_stages(query_THGK.device)),
     )

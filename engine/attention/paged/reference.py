@@ -35,7 +35,7 @@ def attend(
         part = slice(first, first + num_queries)
         scores = torch.einsum("qhgk,lhk->hgql", query_THGK[part].float(), keys_SHK[slots_L].float()) * scoring.scale
         scores = scoring.capped(scores)
-        weights = scores.masked_fill(~seen_QL, float("-inf")).softmax(-1)
+        weights = scoring.weights(scores.masked_fill(~seen_QL, float("-inf")))
         out[part] = torch.einsum("hgql,lhv->qhgv", weights, values_SHV[slots_L].float()).to(out.dtype)
     return out
 

@@ -17,13 +17,15 @@ from engine.attention.segments import chain_segment
 from engine.attention.tree_attention import GatheredAttention, UnsupportedAttention, group_attention, tree_attention
 from engine.core.tree import TokenTree
 from engine.kv_cache.kv_cache import KVCache
-from engine.testing import FAMILIES
+from engine.testing import FAMILIES, tiny_model
+from engine.weights import UnsupportedModel
 from tests.model.passes import CPU, error_of, node_logits, repadded, scene_row
 from tests.model.tiny import model
 from tests.strategies import VOCAB_SIZE, token_trees
 
 EXACT = 2e-4  # float32, logits of size 10
 WRONG = 1e-2
+DRIVEN = (*FAMILIES, "gpt_oss")  # the presets', and one with attention sinks and windows
 
 
 @st.composite
@@ -37,7 +39,7 @@ def scenes(draw):
     return [scene_row(rng, text, tree, free_slots) for text, tree in zip(texts, trees, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRIVEN)
 @settings(max_examples=25)
 @given(rows=scenes(), max_padding=st.sampled_from([1.0, 1.2, 2.0, 100.0]))
 def test_tree_pass_is_the_sequential_pass(family, rows, max_padding):
@@ -155,29 +157,58 @@ class _WideWindowGroup(_WindowlessGroup):
 _GROUP_FIELDS = ("token_index_BT", "key_slots_BL", "visible_BTL", "query_positions_BT", "key_positions_BL")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRIVEN)
 def test_ragged_scene_is_exact(family):
     assert error_of(node_logits(model(family), ragged_scene()), family, ragged_scene()) < EXACT
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRIVEN)
 @pytest.mark.parametrize("mutant", [causal_mask, only_itself_seen, positions_by_index, keys_written_to_neighbours])
 def test_tree_pass_detects_segment_mutants(family, mutant):
     assert error_of(node_logits(model(family), ragged_scene(), segment=mutant), family, ragged_scene()) > WRONG
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRIVEN)
 @pytest.mark.parametrize("mutant", [padding_seen, outputs_of_others])
 def test_tree_pass_detects_batch_mutants(family, mutant):
     with patch.object(packing, "_MAX_PADDING", 100.0):
         assert error_of(node_logits(model(family), ragged_scene(), batch=mutant), family, ragged_scene()) > WRONG
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 @pytest.mark.parametrize("mutant", [window_ignored, window_one_too_wide, window_by_index])
-def test_tree_pass_detects_window_mutants(mutant):
-    """Only the model with a sliding window can see these."""
-    assert error_of(node_logits(model("gemma3"), ragged_scene(), batch=mutant), "gemma3", ragged_scene()) > WRONG
+def test_tree_pass_detects_window_mutants(mutant, family):
+    """Only models with a sliding window can see these."""
+    assert error_of(node_logits(model(family), ragged_scene(), batch=mutant), family, ragged_scene()) > WRONG
     assert error_of(node_logits(model("llama"), ragged_scene(), batch=mutant), "llama", ragged_scene()) < EXACT
+
+
+def no_sinks(scoring, scores):
+    return torch.softmax(scores, dim=-1, dtype=torch.float32)
+
+
+def sinks_of_others(scoring, scores):
+    """Each head has the sink of another."""
+    return _WEIGHTS(scoring._replace(sinks_HG=scoring.sinks_HG.flip(0)), scores)
+
+
+def sinks_with_values(scoring, scores):
+    """The weights that remain are scaled to a sum of 1."""
+    weights = _WEIGHTS(scoring, scores)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+_WEIGHTS = Scoring.weights
+
+
+@pytest.mark.parametrize("mutant", [no_sinks, sinks_of_others, sinks_with_values])
+def test_tree_pass_kills_sinks(mutant, monkeypatch):
+    """The pass and the comparison at load both notice."""
+    driven = model("gpt_oss")
+    monkeypatch.setattr(Scoring, "weights", mutant)
+    assert error_of(node_logits(driven, ragged_scene()), "gpt_oss", ragged_scene()) > WRONG
+    with pytest.raises(UnsupportedModel, match="differs from the model's own"):
+        tiny_model("gpt_oss")
 
 
 def attention_inputs(heads: int = 4, kv_heads: int = 2, size: int = 8):
@@ -190,6 +221,10 @@ def attention_inputs(heads: int = 4, kv_heads: int = 2, size: int = 8):
 
 class Layer(torch.nn.Module):
     layer_idx = 0
+
+
+class LayerWithSinks(Layer):
+    sinks = torch.zeros(4)
 
 
 def test_matches_torch_attention():
@@ -226,4 +261,4 @@ def test_inexact_attention_is_refused():
     with pytest.raises(UnsupportedAttention, match="masks"):
         tree_attention(Layer(), query, key, value, torch.zeros(1), attention_context=context)
     with pytest.raises(UnsupportedAttention, match="sinks"):
-        tree_attention(Layer(), query, key, value, None, attention_context=context, s_aux=torch.zeros(4))
+        tree_attention(LayerWithSinks(), query, key, value, None, attention_context=context)

@@ -43,9 +43,10 @@ def few_programs(monkeypatch):
     num_padding=st.integers(0, 20),
     window=st.none() | st.integers(1, 40),
     softcap=st.none() | st.just(3.0),
+    has_sinks=st.booleans(),
 )
-def test_the_reference_is_the_gathering_attention(seed, contexts, num_padding, window, softcap):
-    heads = Heads(size=8, value_size=8, window=window, softcap=softcap)
+def test_the_reference_is_the_gathering_attention(seed, contexts, num_padding, window, softcap, has_sinks):
+    heads = Heads(size=8, value_size=8, window=window, softcap=softcap, has_sinks=has_sinks)
     segments = random_segments(seed, contexts)
     num_tokens = sum(segment.num_tokens for segment in segments)
     given = inputs(num_tokens + num_padding, heads)
@@ -74,6 +75,8 @@ CASES = {
     "window": (Heads(1, 2, 64, 64, window=6), lambda: [*random_segments(6, RAGGED), level()], 32),
     "window shorter than a tree": (Heads(1, 2, 64, 64, window=2), lambda: random_segments(7, RAGGED), 32),
     "cap": (Heads(1, 2, 64, 64, softcap=2.0), lambda: random_segments(8, RAGGED), 32),
+    "sinks": (Heads(2, 3, 64, 64, has_sinks=True), lambda: random_segments(8, RAGGED), 32),
+    "sinks in a window": (Heads(1, 2, 64, 64, window=6, has_sinks=True), lambda: [*random_segments(6, RAGGED), level()], 32),
     "a level": (Heads(1, 2, 64, 64), lambda: [level()], 2),
     "a chunk beside trees": (Heads(1, 1, 16, 16), lambda: [chunk(100, 30), *random_segments(9, RAGGED)], 128),
     "a chunk in a window": (Heads(1, 1, 16, 16, window=20), lambda: [chunk(100, 30)], 128),
@@ -100,6 +103,25 @@ def test_parts_of_the_keys_are_merged(monkeypatch, most):
     monkeypatch.setattr(launch, "_PROGRAMS", most)
     assert launch.num_parts(Shape(4, 0), 1) == most
     assert kernel_error(Heads(1, 2), random_segments(3, [200, 3], 1, 1), 4) < EXACT
+
+
+@needs_triton
+def test_sinks_left_out_are_noticed():
+    heads, segments = Heads(1, 2, has_sinks=True), random_segments(6, RAGGED)
+    given = inputs(32, heads)
+    out, expected = (
+        by(launch.attend, given, paged(segments, 32), replace(heads, has_sinks=False)),
+        gathered(given, segments, heads),
+    )
+    assert (out[: len(expected)] - expected).abs().max() > WRONG
+
+
+@needs_triton
+@pytest.mark.parametrize("most", [1, 3, 32])
+def test_sinks_count_once_with_parts(monkeypatch, most):
+    """A sink is in the first part of the keys alone."""
+    monkeypatch.setattr(launch, "_PROGRAMS", most)
+    assert kernel_error(Heads(1, 2, has_sinks=True), random_segments(3, [200, 3], 1, 1), 4) < EXACT
 
 
 @needs_triton

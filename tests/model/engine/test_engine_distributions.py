@@ -9,6 +9,7 @@ from itertools import count, product
 import pytest
 import torch
 
+from engine.attention.scoring import Scoring
 from engine.core.config import SchedulerConfig
 from engine.core.policy import FixedExpansion
 from engine.core.rng_keys import Stream, stream_key
@@ -44,12 +45,12 @@ WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, ma
 
 
 @cache
-def target_distribution() -> dict[tuple[int, ...], float]:
+def target_distribution(family: str = "llama") -> dict[tuple[int, ...], float]:
     """Return the distribution of the first three tokens, by transformers' logits."""
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         texts = list(distribution)
-        logits = own_logits("llama", [[*PROMPT, *text] for text in texts])[:, -1]
+        logits = own_logits(family, [[*PROMPT, *text] for text in texts])[:, -1]
         nexts = probs_of(logits, [SAMPLING] * len(texts)).double()
         distribution = {
             (*text, token_id): distribution[text] * float(p)
@@ -96,6 +97,21 @@ def numbered_secrets(monkeypatch):
 )
 def test_named_verifiers_keep_the_targets_distribution(verifier, expansion):
     assert z_of_counts(triples(verifier, expansion), target_distribution()) < PASSES_BELOW
+
+
+SINKS = [("traversal", DELAYED), ("coupled", NOISE_AWARE)]
+
+
+@pytest.mark.parametrize(("verifier", "expansion"), SINKS)
+def test_attention_sinks_keep_the_targets_distribution(verifier, expansion):
+    engine = tiny_engine(*pair("gpt_oss", noise=0.02), FixedExpansion(expansion), config=WIDE)
+    assert z_of_counts(triples(verifier, expansion, engine), target_distribution("gpt_oss")) < PASSES_BELOW
+
+
+def test_sinks_left_out_are_seen(monkeypatch):
+    engine = tiny_engine(*pair("gpt_oss", noise=0.02), FixedExpansion(DELAYED), config=WIDE)
+    monkeypatch.setattr(Scoring, "weights", lambda scoring, scores: torch.softmax(scores, dim=-1, dtype=torch.float32))
+    assert z_of_counts(triples(*SINKS[0], engine), target_distribution("gpt_oss")) > FAILS_ABOVE
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     GPT2Config,
-    GptOssConfig,
     LlamaConfig,
     MambaConfig,
     PreTrainedConfig,
@@ -64,11 +63,8 @@ def test_learned_positions_can_be_driven():
     [
         BloomConfig(vocab_size=40, hidden_size=32, n_layer=2, n_head=2),
         MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2, state_size=4),
-        GptOssConfig(
-            **_SMALL, num_key_value_heads=2, head_dim=16, intermediate_size=32, num_local_experts=2, num_experts_per_tok=1
-        ),
     ],
-    ids=["attention with biases of its own", "recurrent state", "attention sinks"],
+    ids=["attention with biases of its own", "recurrent state"],
 )
 def test_models_we_cannot_drive_are_refused(config):
     with pytest.raises(UnsupportedModel):

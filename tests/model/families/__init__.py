@@ -1,0 +1,1 @@
+"""Families of transformers' models: which are served, by what, and with which drafters."""
