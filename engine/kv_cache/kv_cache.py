@@ -84,6 +84,15 @@ class KVCache:
         """Return the pools of a layer that torch has written, to be read in place."""
         return self._keys[layer].squeeze(0), self._values[layer].squeeze(0)
 
+    def made_layer(
+        self, layer: int, num_heads: int, head_size: int, dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "S H K"], Float[Tensor, "S H K"]]:
+        """Return the pools of a layer, created if no pass has written to it, to be read and written in place by torch."""
+        if layer not in self._keys:
+            example = torch.empty(0, num_heads, head_size, dtype=dtype, device=self._device)
+            self._make(layer, example, example)
+        return self.layer(layer)
+
     def pools(self, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> list[Pools]:
         """Return the pools of the first layers, of that dtype, to be read and written in place.
 

@@ -30,10 +30,11 @@ from engine.attention.paged.table import IDS, POSITIONS, PagedBatch, Shape, Tabl
 from engine.attention.tree_attention import NAME, AttentionContext, GatheredAttention, register
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.check import check_text, own_logits, require_equal, require_same_bits, tolerance_of
+from engine.model.fused.decoder import FusedDecoder
 from engine.model.linear_backends import NATIVE, fastest_linears, prepare_linears, torch_linears, weight_of
 from engine.native.decoder import NativeDecoder, UnknownDecoder, parts_of, refuse_by_structure
 from engine.native.linear import QUANTISED, NativeLinear
-from engine.sampling.argmax import RowArgMax, argmax_rows
+from engine.sampling.argmax import RowArgMax
 from engine.utils.host_transfer import integers_32
 from engine.utils.one_line import one_line
 from engine.utils.progress_bar import quiet_libraries
@@ -52,6 +53,8 @@ _WITH_CONSTANTS = "gemma"  # prefix of model types that scale embeddings by a co
 
 class CausalModel:
     """A causal language model on a device. It keeps no state between passes: caches are arguments."""
+
+    fused: FusedDecoder | None = None  # if set, runs passes over tables in place of the module
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module: Any = module.to(device).eval()
@@ -113,6 +116,11 @@ class CausalModel:
         return self.native is not None
 
     @property
+    def runners(self) -> list[NativeDecoder | FusedDecoder]:
+        """What runs passes in place of the module, all of them or some."""
+        return [runner for runner in (self.native, self.fused) if runner is not None]
+
+    @property
     def reads_tables(self) -> bool:
         """Whether it can run passes over tables."""
         return self.attend is not None
@@ -133,10 +141,10 @@ class CausalModel:
         table = integers_32(table_of(batch, shape, columns), self.device)
         return self._run_table(PagedBatch(table, shape, columns), cache, logit_rows_N)
 
-    def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int | None = None) -> list[RowArgMax]:
-        """Return the likeliest tokens of the first `count` rows, or of all. A native pass has them for its own logits."""
+    def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int) -> list[RowArgMax] | None:
+        """Return the likeliest tokens of the first `count` rows, which a native pass has for its own logits; else None."""
         known = None if self.native is None else self.native.likeliest(logits_NV)
-        return argmax_rows(logits_NV[:count]) if known is None else [RowArgMax(*pair) for pair in known[:count]]
+        return None if known is None else [RowArgMax(*pair) for pair in known[:count]]
 
     def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
         """Run one pass over a table; return float32 logits of the tokens in the table's first column of queried places."""
@@ -144,6 +152,8 @@ class CausalModel:
 
     def _run_table(self, batch: PagedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         assert self.attend is not None
+        if self.fused is not None and self.fused.runs(batch.shape.num_tokens):
+            return self.fused.forward(batch, cache, logit_rows_N)
         ids_T, positions_T = batch.tokens[IDS], batch.tokens[POSITIONS]
         return self._run(ids_T[None], positions_T[None], logit_rows_N, PagedContext(batch, cache, self.attend))
 
@@ -269,6 +279,7 @@ def adopt(module: nn.Module, device: torch.device, linears: str = "plain", preci
         model.restore_attention()
         prepare_linears(model.module, linears)
         model.attend = _attend_of(model)
+        model.fused = _fused_of(model)
         require_equal(model, ids, expected_NV, tolerance)
     return model
 
@@ -285,3 +296,16 @@ def _attend_of(model: CausalModel) -> Attend | None:
     if device.type == "cuda":
         _logger.warning("%s; attention gathers keys, without CUDA graphs", reason)
     return None
+
+
+def _fused_of(model: CausalModel) -> FusedDecoder | None:
+    """Return the fused decoder of a model that attends over tables on a GPU; None if its parts are not known."""
+    if model.attend is None or model.device.type != "cuda":
+        return None
+    from engine.model.fused.launch import Kernels
+
+    try:
+        return FusedDecoder(model.module, Kernels(), model.attend)
+    except UnknownDecoder as error:
+        _logger.info("%s; a layer's operations are launched one by one", error)
+        return None

@@ -3,7 +3,7 @@
 Shape key: T tokens (packed, or row after row), F tapped layers, D model width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,10 +33,8 @@ class StateTap:
             raise ValueError(f"cannot read the state after {list(layers)} of {depth} layers")
         self._states: dict[int, Tensor] = {}
         self._layers = tuple(layers)
-        self._end_watch: Callable[[], None] = lambda: None
-        if model.native is not None:
-            ends = {count: place_after(count, depth, is_last_normed) for count in layers}
-            self._end_watch = model.native.watch(ends.values(), lambda pass_: self._take(pass_, ends))
+        ends = {count: place_after(count, depth, is_last_normed) for count in layers}
+        self._end_watches = [runner.watch(ends.values(), lambda pass_: self._take(pass_, ends)) for runner in model.runners]
         modules = _modules_after(model, layers, is_last_normed) if hasattr(model, "module") else {}  # a stored model has none
         self._hooks = [module.register_forward_hook(self._reader(count)) for count, module in modules.items()]
 
@@ -52,7 +50,8 @@ class StateTap:
         """Stop reading."""
         for hook in self._hooks:
             hook.remove()
-        self._end_watch()
+        for end_watch in self._end_watches:
+            end_watch()
         self._states.clear()
 
     def _take(self, output: Output, ends: Mapping[int, int]) -> None:

@@ -58,9 +58,9 @@ class RootFeatures(StepObserver):
         """Begin to observe passes."""
         if not self._is_watching:
             self._is_watching = True
-            if self._model.native is not None:
-                self._model.native.watch((), lambda output: self.keep(output.head_inputs_ND))
-            else:
+            for runner in self._model.runners:
+                runner.watch((), lambda output: self.keep(output.head_inputs_ND))
+            if self._model.native is None:
                 head = self._model.module.get_output_embeddings()
                 head.register_forward_pre_hook(lambda _, args: self.keep(args[0].flatten(0, -2)))
                 self._model.memories.append(self)

@@ -150,7 +150,7 @@ def parts_of(module: Any) -> DecoderParts:
             "inner": inner.layers[0].mlp.gate_proj.out_features,
             "activation": _ACTIVATIONS[type(inner.layers[0].mlp.act_fn).__name__],
             "embedding_width": width,
-            "eps": _eps(inner.norm),
+            "eps": norm_eps(inner.norm),
             "scaling": float(attention.scaling),
             "embedding_scale": float(getattr(embeddings, "embed_scale", 1.0)),
         },
@@ -179,7 +179,7 @@ def _layer(config: Any, layer: Any, kinds: Sequence[str | None]) -> LayerParts:
     return LayerParts(
         linears={name: linear.weights for name, linear in zip(_PROJECTIONS, linears, strict=True)},
         norms={name: _norm(norm) for name, norm in norms.items() if norm is not None},
-        window=_window(config, attention) or 0,
+        window=window_of(config, attention) or 0,
         rotation=kinds.index(kind) if kind in kinds else 0,
     )
 
@@ -261,9 +261,11 @@ def _rotation_kinds(config: Any, inner: Any) -> list[str | None]:
     return sorted(set(config.layer_types)) if hasattr(inner.rotary_emb, "layer_types") else [None]
 
 
-def _window(config: Any, attention: Any) -> int | None:
+def window_of(config: Any, attention: Any) -> int | None:
+    """Return the tokens of a layer's sliding window."""
     return getattr(attention, "sliding_window", config.sliding_window if type(attention).__name__ == "MistralAttention" else None)
 
 
-def _eps(norm: Any) -> float:
+def norm_eps(norm: Any) -> float:
+    """Return what a norm adds to the mean square."""
     return float(getattr(norm, "variance_epsilon", None) or norm.eps)

@@ -16,7 +16,8 @@ from engine.native import noise as native
 from engine.utils.host_transfer import integers
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """Return the signed 64-bit integer of the same bits."""
     return value - (1 << 64) if value >= (1 << 63) else value
 
 
@@ -30,11 +31,11 @@ def uniforms(keys: Sequence[int], count: int, device: torch.device | str = "cpu"
 
     Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (splitmix64), in wrapping int64 arithmetic.
     """
-    state = integers([_signed(key) for key in keys], torch.device(device))[:, None]
+    state = integers([signed(key) for key in keys], torch.device(device))[:, None]
     counter = torch.arange(1, count + 1, dtype=torch.int64, device=device)[None, :]
-    bits = state + counter * _signed(GOLDEN)
-    bits = (bits ^ _shifted(bits, 30)) * _signed(MIX_1)
-    bits = (bits ^ _shifted(bits, 27)) * _signed(MIX_2)
+    bits = state + counter * signed(GOLDEN)
+    bits = (bits ^ _shifted(bits, 30)) * signed(MIX_1)
+    bits = (bits ^ _shifted(bits, 27)) * signed(MIX_2)
     bits = bits ^ _shifted(bits, 31)
     return (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # 53 bits would round to 1.0 at the top
 

@@ -74,18 +74,27 @@ def follow(tree: TokenTree, choice_by_node: Sequence[int]) -> Verdict:
     return walk.verdict()
 
 
+def noise_keys(tree: TokenTree, key: StepKey) -> list[int]:
+    """Return the key of the noise for the token after each node."""
+    return [_noise_key(key, depth) for depth in tree.depths]
+
+
+def follow_all(trees: Sequence[TokenTree], choice_ids_N: Sequence[int]) -> list[Verdict]:
+    """Return the verdicts of trees whose chosen token is known after each packed node, tree after tree."""
+    verdicts = []
+    offset = 0
+    for tree in trees:
+        verdicts.append(follow(tree, choice_ids_N[offset : offset + tree.num_nodes]))
+        offset += tree.num_nodes
+    return verdicts
+
+
 def judge_greedy(trees: Sequence[TokenTree], choice_ids_N: Sequence[int]) -> list[Verdict]:
     """Verify at temperature 0: `choice_ids_N` is the target's arg max after each packed node, tree after tree.
 
     Nothing is random, so `expected_tokens` is the exact number.
     """
-    verdicts = []
-    offset = 0
-    for tree in trees:
-        verdict = follow(tree, choice_ids_N[offset : offset + tree.num_nodes])
-        verdicts.append(Verdict(verdict.path, verdict.extra_id, float(len(verdict.path))))
-        offset += tree.num_nodes
-    return verdicts
+    return [Verdict(verdict.path, verdict.extra_id, float(len(verdict.path))) for verdict in follow_all(trees, choice_ids_N)]
 
 
 class Coupled:

@@ -19,12 +19,13 @@ from engine.core.step_plan import Row, SamplingContext
 from engine.core.tree import TokenTree
 from engine.core.types import ErrorCode, TokenLogprobs
 from engine.native import distributions as native
+from engine.sampling import device_choice
 from engine.sampling.argmax import RowArgMax, argmax_rows
 from engine.sampling.distributions import truncates, warped_probs
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers, rows_to_host
-from engine.verify.coupled import Coupled, judge_coupled_natively, judge_greedy
+from engine.verify.coupled import Coupled, follow_all, judge_coupled_natively, judge_greedy, noise_keys
 from engine.verify.errors import InvalidDistributionError
 from engine.verify.forest import Forest
 from engine.verify.registry import create_verifier
@@ -47,21 +48,27 @@ class Judge:
 
         `best` are the rows' arg maxes, if they are known already.
         """
-        is_read = native.can_read(logits_NV)
-        rules = [_rule(row, tree, is_read) for row, tree in zip(rows, forest.trees, strict=True)]
+        one_by_one = _coupled_rule(logits_NV)
+        rules = [_rule(row, tree, one_by_one) for row, tree in zip(rows, forest.trees, strict=True)]
+        choices: Sequence[int] = ()
+        if one_by_one == _DEVICE_COUPLED:
+            best, choices = _chosen(rows, rules, forest, logits_NV)
         best = argmax_rows(logits_NV) if best is None else best
         is_valid = has_distribution = [one.is_valid for one in best]
         edited_NV = logits_NV
         if any(row.sampling.edits_logits for row in rows):
             contexts = [context for row, tree in zip(rows, forest.trees, strict=True) for context in _contexts(row, tree)]
             edited_NV = edited_logits(logits_NV, contexts, self._grammars)
-            edited = argmax_rows(edited_NV)
+            if one_by_one == _DEVICE_COUPLED:
+                edited, choices = _chosen(rows, rules, forest, edited_NV)
+            else:
+                edited = argmax_rows(edited_NV)
             has_distribution = [one.is_valid for one in edited]
             best = [new if new.is_valid else old for new, old in zip(edited, best, strict=True)]
             if not all(has_distribution):
                 has_probs_N1 = torch.tensor(has_distribution, device=logits_NV.device)[:, None]
                 edited_NV = torch.where(has_probs_N1, edited_NV, logits_NV)
-        target = _TargetLogits(edited_NV, best)
+        target = _TargetLogits(edited_NV, best, choices)
         judged: list[Verdict | VerificationFailure] = [
             _PENDING if valid else NOT_FINITE for valid in self._valid_trees(forest, is_valid)
         ]
@@ -100,6 +107,9 @@ class Judge:
         nodes = [node for i in indices for node in range(forest.offsets[i], forest.offsets[i + 1])]
         if rule == _GREEDY:
             return judge_greedy(part.trees, [target.best[node].token_id for node in nodes])
+        if rule == _DEVICE_COUPLED:
+            verdicts = follow_all(part.trees, [target.choices[node] for node in nodes])
+            return [_with_own_expectation(verdict, rows[i]) for i, verdict in zip(indices, verdicts, strict=True)]
         if rule == _NATIVE_COUPLED:
             temperatures = [max(rows[i].sampling.temperature, MIN_TEMPERATURE) for i in indices]
             verdicts = judge_coupled_natively(part.trees, target.logits_NV, nodes, temperatures, [rows[i].key for i in indices])
@@ -113,14 +123,16 @@ class Judge:
 
 @dataclass(frozen=True)
 class _TargetLogits:
-    """The target's logits at every node after the requests' edits, and the arg max of each."""
+    """The target's logits at every node after the requests' edits, the arg max of each, and on a GPU the coupled rule's token."""
 
     logits_NV: Tensor
     best: Sequence[RowArgMax]
+    choices: Sequence[int]
 
 
 _GREEDY = "greedy"
 _NATIVE_COUPLED = "native coupled"  # coupled rows, and single roots of any rule, without truncation
+_DEVICE_COUPLED = "device coupled"  # the same rows, on a GPU
 _PENDING = VerificationFailure("not verified yet", ErrorCode.VERIFICATION_FAILED)
 NOT_FINITE = VerificationFailure("the target's logits are not finite", ErrorCode.LOGITS_NOT_FINITE)
 _NO_TOKEN = VerificationFailure(
@@ -150,12 +162,33 @@ def _contexts(row: Row, tree: TokenTree) -> list[SamplingContext]:
     return [row.sampling_context(tuple(tree.token_ids[v] for v in tree.path(node)[1:])) for node in range(tree.num_nodes)]
 
 
-def _rule(row: Row, tree: TokenTree, is_read: bool) -> str:
-    """Return the rule that verifies a tree; `is_read`: the native library can read its logits. Independent of the batch."""
+def _coupled_rule(logits_NV: Tensor) -> str | None:
+    """Return the faster form of the coupled rule for these logits, if there is one."""
+    if native.can_read(logits_NV):
+        return _NATIVE_COUPLED
+    return _DEVICE_COUPLED if device_choice.can_choose(logits_NV) else None
+
+
+def _rule(row: Row, tree: TokenTree, faster: str | None) -> str:
+    """Return the rule that verifies a tree; `faster` is a form of the coupled rule. Independent of the batch."""
     if row.sampling.is_greedy:
         return _GREEDY
     is_coupled = row.verifier == Coupled.name or tree.num_nodes == 1
-    return _NATIVE_COUPLED if is_read and is_coupled and not truncates(row.sampling) else row.verifier
+    return faster if faster is not None and is_coupled and not truncates(row.sampling) else row.verifier
+
+
+def _chosen(
+    rows: Sequence[Row], rules: Sequence[str], forest: Forest, logits_NV: Float[Tensor, "N V"]
+) -> tuple[list[RowArgMax], list[int]]:
+    """Return each node's arg max and the coupled rule's token, which is the arg max for other rules: one wait for all."""
+    temperatures: list[float] = []
+    keys: list[int] = []
+    for row, rule, tree in zip(rows, rules, forest.trees, strict=True):
+        temperature = row.sampling.temperature if rule == _DEVICE_COUPLED else 0.0
+        temperatures.extend([temperature] * tree.num_nodes)
+        keys.extend(noise_keys(tree, row.key))
+    found = device_choice.choices(logits_NV, temperatures, keys)
+    return [one.best for one in found], [one.token_id for one in found]
 
 
 def _with_own_expectation(verdict: Verdict, row: Row) -> Verdict:

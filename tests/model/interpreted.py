@@ -1,4 +1,7 @@
-"""Triton's interpreter, where it does otherwise than a GPU: it multiplies the bits of bfloat16 numbers as integers."""
+"""Triton's interpreter, where it does otherwise than a GPU.
+
+It multiplies the bits of bfloat16 numbers as integers, and its rows of a product depend on their place among the others.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,4 +30,16 @@ def _dot(builder: Any, a: Any, b: Any, *others: Any) -> Any:
 def widened_products() -> Iterator[None]:
     """Have products of bfloat16 numbers interpreted as what they are; nothing on a GPU."""
     with patch.object(InterpreterBuilder, "create_dot", _dot):
+        yield
+
+
+def _dot_by_row(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    wide, other = (_widened(one).data.astype(np.float32) for one in (a, b))
+    return TensorHandle(np.stack([row @ other for row in wide]) + d.data, d.dtype.scalar)
+
+
+@contextmanager
+def products_by_row() -> Iterator[None]:
+    """Have each row of a product interpreted by itself, as a tensor core adds it."""
+    with patch.object(InterpreterBuilder, "create_dot", _dot_by_row):
         yield
