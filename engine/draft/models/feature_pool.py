@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.attention.packing import PackedBatch
 from engine.kv_cache.canary import Canary, NoCanary
+from engine.utils import huge_pages
 from engine.utils.host_transfer import integers
 
 
@@ -37,7 +38,9 @@ class FeaturePool:
     def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device, canary: Canary) -> None:
         self.padding_row, self.zero_row = num_slots, num_slots + 1
         self._canary = canary
-        self._pool_SW = torch.empty(num_slots + 2, width, dtype=dtype, device=device)
+        shape = (num_slots + 2, width)
+        is_on_cpu = device.type == "cpu"
+        self._pool_SW = huge_pages.empty(shape, dtype) if is_on_cpu else torch.empty(shape, dtype=dtype, device=device)
         canary.watch(self._pool_SW[None, :num_slots])
         self._pool_SW[self.zero_row] = 0.0
 
