@@ -99,7 +99,7 @@ def test_feedback_keeps_no_logits_alive() -> None:
     assert policy.feedback[0].work.num_tokens > 0
 
 
-def test_an_observer_failure_after_the_commit_fails_the_step() -> None:
+def test_observer_failure_after_commit_fails_the_step() -> None:
     engine, _, _ = observed()
 
     class Failing(StepObserver):

@@ -112,13 +112,13 @@ def texts_by(tree: str) -> dict[str, list[int]]:
     return run(engine, mixed_requests(max_tokens=16)).texts()
 
 
-def test_texts_chosen_on_a_device_are_the_hosts(request):
+def test_device_choices_give_the_hosts_texts(request):
     expected = texts_by("2.2.2")
     request.getfixturevalue("on_a_device")
     assert texts_by("2.2.2") == expected
 
 
-def test_a_choice_with_another_positions_noise_is_noticed(on_a_device, monkeypatch):
+def test_noise_of_another_position_is_detected(on_a_device, monkeypatch):
     before = texts_by("2.2.2")
     monkeypatch.setattr(device_choice, "signed", lambda key: signed(key) ^ 1)
     assert texts_by("2.2.2") != before
