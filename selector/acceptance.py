@@ -1,8 +1,8 @@
 """Estimates expected tokens, nodes and rounds of every tree on the menu, for each sequence, before anything is drafted.
 
-An Estimator does not know seconds. The one here keeps decaying counts. Trees without a least chance count accepted tokens by
-depth. Noise-aware trees add up the probabilities of their nodes by least chance. One formula shrinks every estimate (`_shrunk`).
-The prior of a depth is the depth above it; the prior of a sequence is its kind (temperature and verifier).
+An Estimator does not know seconds. The one here keeps decaying counts. For trees without a least chance, accepted tokens are
+counted by depth. For noise-aware trees, the probabilities of their nodes are added up by least chance. One formula shrinks every
+estimate (`_shrunk`). The prior of a depth is the depth above it; the prior of a sequence is its kind (temperature and verifier).
 
 Shape key: B sequences, M entries of a menu, D depths, K entries with a least chance, T of them with evidence from a tree.
 """

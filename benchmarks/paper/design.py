@@ -1,0 +1,85 @@
+"""Pairs of models, trees and verifiers of the table. All cells share prompts, seeds and roots."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.core.config import EngineConfig
+from engine.core.tree import Expansion, TreeName
+from engine.core.verifier_table import is_exact
+from engine.weights import WeightsCache, default_root
+from engine.weights.presets import load_presets
+from engine.weights.references import find_preset
+from server.settings import load_settings
+
+MOST_NODES = 12
+NUM_DRAWS = 2  # trees a root and family: one chooses a shape for the oracle, the other measures it
+ROOT_BRANCHED = tuple(
+    Expansion(0, branches, depth) if branches > 1 else Expansion(depth, 1, 0)
+    for branches, depth in [(1, 2), (1, 4), (1, 6), (1, 8), (1, 12), (2, 2), (2, 4), (2, 6), (3, 2), (3, 4), (4, 3), (6, 2)]
+)
+DELAYED = tuple(
+    Expansion(*shape)
+    for shape in [
+        *((1, 2, 2), (2, 2, 2), (1, 2, 5), (1, 3, 3), (1, 4, 2), (2, 2, 5), (2, 3, 3)),
+        *((3, 2, 4), (3, 4, 2), (4, 2, 4), (4, 4, 2), (6, 2, 3), (8, 2, 2)),
+    ]
+)
+SHAPES = (*ROOT_BRANCHED, *DELAYED)
+HEAPS = tuple(Expansion(0, 4, nodes, "heap", nodes) for nodes in (4, 8, MOST_NODES))
+CHAIN = SHAPES.index(Expansion(MOST_NODES, 1, 0))  # the tree along which depths are compared
+
+
+@dataclass(frozen=True)
+class Family:
+    """How children are drawn, and the verifiers that are compared on such trees; the first is named in the rows."""
+
+    name: str
+    tree: TreeName
+    verifiers: tuple[str, ...]
+
+    @property
+    def whole(self) -> Expansion:
+        """An expansion that names the family and is as wide and deep as any shape."""
+        return Expansion(0, 6, MOST_NODES, self.tree)
+
+    @property
+    def heap_verifiers(self) -> tuple[str, ...]:
+        """The verifiers that are exact on heaps too. A heap has its own draws, so one family measures it."""
+        return tuple(one for one in self.verifiers if is_exact(HEAPS[0].kind, one))
+
+
+FAMILIES = (
+    Family("i.i.d.", "delayed", ("nss", "naive", "spectr", "specinfer", "khisti", "block", "traversal")),
+    Family("distinct", "delayed_distinct", ("traversal", "univer")),
+    Family("ranked", "delayed_distinct", ("coupled",)),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a drafter."""
+
+    name: str
+    config: str
+    presets: tuple[str, ...]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The models whose weights are not in the cache."""
+        cache, presets = WeightsCache(default_root()), load_presets()
+        return tuple(name for name in self.presets if find_preset(presets[name], cache) is None)
+
+    def engine_config(self) -> EngineConfig:
+        """Return the configuration without cached text: its trees replace passes of the model."""
+        config = load_settings(Path(self.config), {"policy": "adaptive", "verifier": "coupled"}).to_tool_config()
+        return replace(config, cached_text=False)
+
+
+PAIRS = {
+    one.name: one
+    for one in (
+        Pair("smollm2-head", "configs/default.yaml", ("smollm2-135m",)),
+        Pair("qwen-head", "configs/qwen-coder-head.yaml", ("qwen2.5-coder-1.5b",)),
+        Pair("qwen-0.5b", "configs/qwen-coder.yaml", ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b")),
+    )
+}

@@ -1,0 +1,106 @@
+"""The table of trees and rules: it finds the best shape without seeing its prompts, and its intervals are paired."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from benchmarks.paper.design import DELAYED, FAMILIES, HEAPS, ROOT_BRANCHED, SHAPES
+from benchmarks.paper.report import Cell, Chosen, depths_of, rows_of, write_report
+
+RULES = [f"{name}/{family.name}" for family in FAMILIES for name in family.verifiers]
+SPECINFER = ("specinfer", "i.i.d.")
+BEST_ROOT, BEST_DELAYED = 3, len(ROOT_BRANCHED) + 5
+
+
+def lines(gain=0.3, noise=0.2, num_prompts=24, roots=8, sampling=((0.6, 1.0), (1.0, 0.9))):
+    """Return roots that are all of one difficulty or another; one delayed shape brings `gain` more than any other tree."""
+    rng = np.random.default_rng(5)
+    found = []
+    for temperature, top_p in sampling:
+        for number in range(num_prompts * roots):
+            prompt = number % num_prompts
+            base = 2.0 + rng.normal(0.0, 0.5)
+            tokens = np.full((2, len(SHAPES) + len(HEAPS)), base) + rng.normal(0.0, noise, (2, len(SHAPES) + len(HEAPS)))
+            tokens[:, BEST_ROOT] += 0.5
+            tokens[:, BEST_DELAYED] += 0.5 + gain
+            found.append(
+                {
+                    **{"text": f"code-{prompt}-0-{temperature}-{top_p}", "kind": "code", "point": number},
+                    **{"temperature": temperature, "top_p": top_p},
+                    "tokens": {
+                        rule: [
+                            [*row[: len(SHAPES)], *(row[len(SHAPES) :] if "traversal" in rule else [None] * len(HEAPS))]
+                            for row in tokens
+                        ]
+                        for rule in RULES
+                    },
+                    "seconds": {family.name: [[1.5] * tokens.shape[1]] * 2 for family in FAMILIES},
+                    **{"overlaps": [0.8, 0.5], "chances": [1.0, 0.9 if number % 2 else 0.7]},
+                }
+            )
+    return found
+
+
+def best(cell: Cell, group: str, is_speed: bool = False) -> Chosen:
+    found = cell.best(SPECINFER, group, is_speed)
+    assert found is not None
+    return found
+
+
+def test_best_shapes_and_their_difference_are_found():
+    cell = Cell(lines())
+    root, delayed = (best(cell, group) for group in ("root-branched", "delayed"))
+    assert (root.shape, delayed.shape) == (str(ROOT_BRANCHED[BEST_ROOT]), str(DELAYED[5]))
+    middle, low, high = delayed.ahead(root)
+    assert low < 0.3 / 2.5 < high
+    assert middle == pytest.approx(0.12, abs=0.02)
+    assert high - low < 0.05, "roots differ by more than shapes: the interval is paired"
+    assert best(cell, "delayed", True).ratio == pytest.approx(delayed.ratio / 1.5)
+
+
+def test_nothing_is_ahead_where_shapes_are_equal():
+    """The mutant: a shape chosen and measured on the same roots would be ahead. The oracle in hindsight is, by its noise."""
+    cell = Cell(lines(gain=0.0))
+    root, delayed, oracle, other = (best(cell, one) for one in ("root-branched", "delayed", "oracle", "other draw"))
+    _, low, high = delayed.ahead(root)
+    assert low < 0.0 < high
+    assert oracle.ahead(root)[1] > 0.0
+    assert other.ahead(root)[2] < 0.0
+
+
+def test_intervals_cover_the_difference():
+    covered = 0
+    for seed in range(30):
+        of_run = lines(num_prompts=12, roots=2, sampling=((1.0, 1.0),))
+        rng = np.random.default_rng(seed)
+        for line in of_run:
+            line["tokens"]["specinfer/i.i.d."] = (2.0 + rng.normal(0.0, 0.4, (2, len(SHAPES) + len(HEAPS)))).tolist()
+        cell = Cell(of_run)
+        _, low, high = best(cell, "delayed").ahead(best(cell, "root-branched"))
+        covered += low <= 0.0 <= high
+    assert covered >= 28
+
+
+def test_rules_without_exact_heaps_have_none():
+    rows = {(row["rule"], row["drawn"]): row for row in rows_of(Cell(lines()))}
+    assert rows["specinfer", "i.i.d."]["tokens: heap"] == ""
+    assert rows["traversal", "i.i.d."]["tokens: heap"] != ""
+    assert rows["traversal", "i.i.d."]["tokens: root-branched over traversal's"].startswith("+0.0 (")
+
+
+def test_acceptance_by_depth_is_of_paths_that_arrive():
+    roots = [{"overlaps": [0.9, 0.8], "chances": [1.0, 0.9]}, {"overlaps": [0.5, 0.2], "chances": [1.0, 0.1]}]
+    first, second = depths_of([*roots, {"overlaps": [0.4], "chances": [1.0]}])
+    assert first == pytest.approx((1.0, 0.6, 0.6))
+    assert second == pytest.approx((1.0 / 3.0, 0.74, 0.5))
+
+
+def test_report_has_every_cell(tmp_path):
+    write_report({"pair": lines(), "no roots": []}, tmp_path)
+    cells, summary, depths = (
+        list(csv.DictReader((tmp_path / f"{name}.csv").read_text().splitlines())) for name in ("cells", "summary", "depths")
+    )
+    assert len(cells) == 2 * 2 * len(RULES)
+    assert len(summary) == len(RULES)
+    assert {row["depth"] for row in depths} == {"1", "2"}
