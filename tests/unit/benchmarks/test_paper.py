@@ -89,7 +89,7 @@ def test_rules_without_exact_heaps_have_none():
     assert rows["traversal", "i.i.d."]["tokens: root-branched over traversal's"].startswith("+0.0 (")
 
 
-def test_acceptance_by_depth_is_of_paths_that_arrive():
+def test_acceptance_by_depth_counts_arriving_paths():
     roots = [{"overlaps": [0.9, 0.8], "chances": [1.0, 0.9]}, {"overlaps": [0.5, 0.2], "chances": [1.0, 0.1]}]
     first, second = depths_of([*roots, {"overlaps": [0.4], "chances": [1.0]}])
     assert first == pytest.approx((1.0, 0.6, 0.6))
