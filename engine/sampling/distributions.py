@@ -19,7 +19,7 @@ from engine.native import distributions as native
 from engine.sampling.logits_processors import edited_logits
 from engine.utils.host_transfer import column, integers
 
-_FIRST_CANDIDATES = 1024  # the nucleus is searched among this many likeliest tokens before all are sorted
+_FIRST_CANDIDATES = (64, 1024)  # the nucleus is searched among so many likeliest tokens before all are sorted
 
 
 def processed_probs(logits_NV: Float[Tensor, "N V"], contexts: Sequence[SamplingContext]) -> Float[Tensor, "N V"]:
@@ -80,12 +80,11 @@ def _truncated(probs_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Keep the tokens that top-k, top-p and min-p allow and renormalise."""
     vocab_size = probs_NV.shape[-1]
     top_ks = [min(params.top_k or vocab_size, vocab_size) for params in sampling]
-    num_candidates = min(_FIRST_CANDIDATES, vocab_size)
-    if any(num_candidates < top_k < vocab_size for top_k in top_ks):
-        num_candidates = vocab_size
-    edges = _edges(probs_NV, sampling, top_ks, num_candidates)
-    if num_candidates < vocab_size and bool(edges.may_be_lower_N.any()):
-        edges = _edges(probs_NV, sampling, top_ks, vocab_size)
+    most_k = max((top_k for top_k in top_ks if top_k < vocab_size), default=0)
+    for num_candidates in (*(first for first in _FIRST_CANDIDATES if most_k <= first < vocab_size), vocab_size):
+        edges = _edges(probs_NV, sampling, top_ks, num_candidates)
+        if num_candidates == vocab_size or not bool(edges.may_be_lower_N.any()):
+            break
     kept_NV = torch.where(probs_NV >= edges.least_N1, probs_NV, 0.0)
     return kept_NV / kept_NV.sum(-1, keepdim=True)
 
@@ -107,8 +106,9 @@ def _edges(probs_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequenc
     is_allowed_NC = values_NC >= values_NC.gather(-1, top_k_N1.clamp(max=num_candidates) - 1)
     allowed_NC = torch.where(is_allowed_NC, values_NC, 0.0)
     is_uncut_N1 = top_k_N1 == probs_NV.shape[-1]
-    mass_N1 = torch.where(is_uncut_N1, probs_NV.sum(-1, keepdim=True), allowed_NC.sum(-1, keepdim=True))
-    before_NC = (allowed_NC.cumsum(-1) - allowed_NC) / mass_N1
+    before_NC = allowed_NC.cumsum(-1)  # its last column is the mass: a sum could round otherwise with other numbers of candidates
+    mass_N1 = torch.where(is_uncut_N1, probs_NV.sum(-1, keepdim=True), before_NC[:, -1:])
+    before_NC = (before_NC - allowed_NC) / mass_N1
     top_p_N1 = column([params.top_p for params in sampling], probs_NV)
     min_p_N1 = column([params.min_p for params in sampling], probs_NV)
     is_nucleus_NC = (before_NC < top_p_N1) | (top_p_N1 >= 1.0)

@@ -1,6 +1,6 @@
 """Probabilities of the tokens of one tree, for traces. Computed for traced rows only.
 
-Shape key: N nodes of one tree, V vocabulary.
+Shape key: N nodes of one tree, R of them with a token after them, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -49,8 +49,11 @@ def _tree_probs(
 
     The distributions are computed again in the same way as for verification. If the edits leave no token, they are all 0.
     """
-    probs_NV = warped_probs(logits_NV, [ranking_params(row.sampling)] * tree.num_nodes).nan_to_num(0.0)
-    after = integers([*tree.parents[1:], verdict.path[-1]], probs_NV.device)
-    token_ids = integers([*tree.token_ids[1:], verdict.extra_id], probs_NV.device)
-    *target, extra = probs_NV[after, token_ids].tolist()
+    after = [*tree.parents[1:], verdict.path[-1]]
+    rows = sorted(set(after))  # most leaves have no token after them
+    probs_RV = warped_probs(logits_NV, [ranking_params(row.sampling)] * len(rows), rows)
+    place = {node: index for index, node in enumerate(rows)}
+    token_ids = integers([*tree.token_ids[1:], verdict.extra_id], probs_RV.device)
+    probs = probs_RV[integers([place[node] for node in after], probs_RV.device), token_ids]
+    *target, extra = probs.nan_to_num(0.0).tolist()
     return TreeProbs(tuple(draft_probs), tuple(target), extra)

@@ -4,6 +4,7 @@ Between two rounds, only the predictions of cached text are computed in Python. 
 and coupled rows without truncation, for a draft head that the library runs. All other trees grow in engine.draft.trees.grow.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -71,7 +72,7 @@ class NativeTreeGrower:
             fed=tuple(one.fed for one in of_rows),
             candidates=tuple(one.candidates for one in of_rows),
             sources=tuple(one.sources for one in of_rows),
-            draft_probs=((),) * len(of_rows),
+            draft_probs=tuple(one.draft_probs for one in of_rows),
             rounds=tuple(one.num_rounds for one in of_rows),
             node_values=tuple(one.node_values for one in of_rows),
             num_rounds=num_rounds,
@@ -91,7 +92,7 @@ class HasNativeGrower(Protocol):
 def _is_supported(row: Row) -> bool:
     is_noise_aware = row.expansion.tree == "noise_aware"
     is_top_ranked = row.draw_kind in _TOP_RANKED and (is_noise_aware or row.expansion.kind is TreeKind.PATH)
-    return is_top_ranked and not (row.is_traced or row.sampling.edits_logits or truncates(ranking_params(row.sampling)))
+    return is_top_ranked and not (row.sampling.edits_logits or truncates(ranking_params(row.sampling)))
 
 
 _TOP_RANKED = (TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE)
@@ -147,6 +148,7 @@ class _RowGrowth:
     sources: tuple[DraftSource, ...] = ()
     num_rounds: int = 0
     node_values: NodeValues | None = None
+    draft_probs: tuple[float, ...] = ()
 
     @classmethod
     def single(cls, row: Row) -> "_RowGrowth":
@@ -163,10 +165,19 @@ def _row_growth(
     fed = frozenset(node for node, keeps in enumerate(grown.keeps_slot) if keeps)
     of_nodes = origins_of(tree, origins)
     sources = tuple(origin.source for origin in of_nodes)
+    candidates = _LazyCandidates(proposals, grown.offers)
+    draft_probs = _draft_probs(tree, candidates) if row.is_traced else ()
     if row.expansion.is_delayed:  # the calibrations do not learn from chains
-        return _RowGrowth(tree, fed, {}, sources, num_rounds)
+        return _RowGrowth(tree, fed, {}, sources, num_rounds, draft_probs=draft_probs)
     values = NodeValues(grown.chances[1:], grown.given_parent[1:], tuple(origin.is_rather_cached for origin in of_nodes))
-    return _RowGrowth(tree, fed, _LazyCandidates(proposals, grown.offers), sources, num_rounds, values)
+    return _RowGrowth(tree, fed, candidates, sources, num_rounds, values, draft_probs)
+
+
+def _draft_probs(tree: TokenTree, candidates: Mapping[int, ChildCandidates]) -> tuple[float, ...]:
+    """Return each node's draft probability, without the root."""
+    by_parent = {node: dict(zip(one.token_ids, one.probs, strict=True)) for node, one in candidates.items()}
+    nodes = zip(tree.parents[1:], tree.token_ids[1:], strict=True)
+    return tuple(by_parent.get(parent, {}).get(token_id, math.nan) for parent, token_id in nodes)
 
 
 class _LazyCandidates(Mapping[int, ChildCandidates]):

@@ -1,5 +1,6 @@
 """Ranked trees grown by the library are those that grow round by round: the same trees, slots, sources, rounds and lessons."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -112,11 +113,11 @@ Compare = Callable[[Growth, Growth], bool]
 def are_same(one: Growth, other: Growth) -> bool:
     """Return whether two growths are equal. Odds, noise and node values may differ by rounding."""
     facts, others = (
-        (g.forest.trees, g.forest.probs_rows, g.fed, g.sources, g.rounds, g.num_rounds, g.passes, g.draft_probs)
-        for g in (one, other)
+        (g.forest.trees, g.forest.probs_rows, g.fed, g.sources, g.rounds, g.num_rounds, g.passes) for g in (one, other)
     )
     return (
         facts == others
+        and all(a == pytest.approx(b, rel=1e-4) for a, b in zip(one.draft_probs, other.draft_probs, strict=True))
         and all(map(have_same_values, one.node_values, other.node_values))
         and all(
             {*a} == {*b} and all(are_same_candidates(a[v], b[v]) for v in a)
@@ -292,7 +293,6 @@ OTHERS = {
     "typical_p": sampled("x", LONG, 3, 12, typical_p=0.8),
     "penalty": sampled("x", LONG, 3, 12, repetition_penalty=1.2),
     "bias": sampled("x", LONG, 3, 12, logit_bias=((9, 2.0),)),
-    "traced": greedy("x", LONG, 12, is_traced=True),
     "beam": greedy("x", LONG, 12, expansion=Expansion(0, 3, 5, "beam", 8)),
     "drawn": sampled("x", LONG, 3, 12, verifier="traversal"),
     "drawn chain": Request("x", tuple(LONG), SamplingParams(seed=3, max_tokens=12), Speculation(verifier="traversal")),
@@ -312,9 +312,30 @@ class Mixed:
         pass
 
 
+def of_other_parents(tree, candidates):
+    return honest_draft_probs(tree, {node: candidates[next(iter(candidates))] for node in candidates})
+
+
+honest_draft_probs = native_growth._draft_probs
+
+
+@pytest.mark.parametrize("with_texts", [False, True])
+def test_traced_rows_report_the_same_probabilities(monkeypatch, with_texts):
+    """The bug: a traced request grew its trees round by round in Python, at a lower speed."""
+    traced = [replace(one, speculation=replace(one.speculation, is_traced=True)) for one in crowd()]
+    monkeypatch.setitem(globals(), "crowd", lambda: traced)
+    pairs = grown_both_ways(monkeypatch, engine_of(with_texts))
+    assert all(are_same(*pair) for pair in pairs)
+    reported = [probs for one, _ in pairs for probs in one.draft_probs]
+    assert max(map(len, reported)) > 4
+    assert not any(math.isnan(prob) for probs in reported for prob in probs)
+    monkeypatch.setattr(native_growth, "_draft_probs", of_other_parents)
+    assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts)))
+
+
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_unsupported_row_keeps_step_off_the_library(monkeypatch, other):
-    """A traced row, an edited or truncated one, one that draws: alone and beside rows that rank."""
+    """An edited or truncated row, one that draws: alone and beside rows that rank."""
     batches: list[Sequence[Row]] = []
 
     grow = native_growth.NativeTreeGrower.grow

@@ -73,7 +73,7 @@ def random_logits(seed: int, num_rows: int, vocab_size: int, scale: float, has_t
     st.sampled_from([2, 7, 61]),
     st.sampled_from([0.1, 1.0, 4.0]),
     st.booleans(),
-    st.sampled_from([2, 8, 40, 1024]),
+    st.sampled_from([(2,), (8, 40), (40,), (64, 1024)]),
 )
 def test_distributions_are_transformers_distributions(params, seed, vocab_size, scale, has_ties, first_candidates):
     """Rows with unlike parameters together; vocabularies below and above the number of candidates looked at first."""
@@ -81,7 +81,12 @@ def test_distributions_are_transformers_distributions(params, seed, vocab_size, 
         check(probs_of, random_logits(seed, len(params), vocab_size, scale, has_ties), params)
 
 
-@given(st.lists(sampling_params(), min_size=2, max_size=5), st.integers(0, 2**31), st.booleans(), st.sampled_from([2, 8, 1024]))
+@given(
+    st.lists(sampling_params(), min_size=2, max_size=5),
+    st.integers(0, 2**31),
+    st.booleans(),
+    st.sampled_from([(2,), (2, 8), (64, 1024)]),
+)
 def test_distribution_is_independent_of_batch_mates(params, seed, has_ties, first_candidates):
     """The bug: which tokens tied at the edge were kept depended on the number of candidates of a batch mate."""
     logits_NV = random_logits(seed, len(params), 61, 1.0, has_ties)
@@ -216,7 +221,7 @@ def candidates_are_enough(logits_NV, params):
         edges = edges_of(*arguments)
         return edges._replace(may_be_lower_N=torch.zeros_like(edges.may_be_lower_N))
 
-    with patch.object(sampling, "_edges", never_lower), patch.object(sampling, "_FIRST_CANDIDATES", 4):
+    with patch.object(sampling, "_edges", never_lower), patch.object(sampling, "_FIRST_CANDIDATES", (4,)):
         return probs_of(logits_NV, params)
 
 
