@@ -93,6 +93,8 @@ def build_engine(
     _require_memory(config, device)
     loader = _Models(load or load_whole, {} if models is None else models)
     model = loader.load(config.model, config.dtype, device)
+    if config.deterministic:
+        _round_alike(model, config)
     if model.native is not None:
         library.set_num_threads(config.num_threads)
     canary = SlotCanary() if config.kv_canary else None
@@ -138,6 +140,16 @@ def build_engine(
     _logger.info("%s in %s on %s; drafter: %s; tree policy: %s", info.name, info.dtype, info.device, info.drafter, info.policy)
     _logger.debug("engine ready: %s", info)
     return engine
+
+
+def _round_alike(model: CausalModel, config: EngineConfig) -> None:
+    """Raise BadConfiguration unless a row's logits have the same bits in any pass from now on."""
+    try:
+        if config.kv_canary and model.native is None:
+            raise UnsupportedModel("deterministic: kv_canary reads keys in groups")
+        model.round_alike()
+    except UnsupportedModel as error:
+        raise BadConfiguration(str(error)) from error
 
 
 def build_served(config: EngineConfig, adaptive: PolicyFactory | None = None) -> Engine | AuditedEngine:

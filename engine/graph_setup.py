@@ -56,7 +56,8 @@ def static_steps(config: EngineConfig, model: CausalModel) -> GraphResources | N
         return None
     recorder = Unrecorded() if config.cuda_graphs == "off" else CudaGraphs(is_required=config.cuda_graphs == "on")
     limits = config.scheduler
-    return GraphResources(TableBuffer(table_capacity(limits), model.device), PaddingShapes(limits.max_step_tokens), recorder)
+    shapes = PaddingShapes(limits.max_step_tokens, is_by_row=model.has_same_bits)
+    return GraphResources(TableBuffer(table_capacity(limits), model.device), shapes, recorder)
 
 
 def record(steps: GraphResources, limits: SchedulerConfig, target: Target, drafter: Drafter | None) -> Sequence[Prepared]:

@@ -329,11 +329,12 @@ class Settings(BaseSettings):
         "network; auto: with any verifier but coupled, the network that ships for the model and its shipped head, if there is "
         "one; else counting.",
     )
-    dtype: Literal["float32", "bfloat16", "int8", "compact"] = Field(
+    dtype: Literal["float32", "bfloat16", "fp8", "int8", "compact"] = Field(
         default="float32",
         description="Precision of the target: float32, bfloat16 (rounded weights; without our library, passes of different "
-        "widths also round differently), int8 (8-bit weights, only with our library), or compact (weights of a GGUF file in its "
-        "4 or 6 bits, others in 8, inputs of layers in 8; only with our library); docs/precision.md.",
+        "widths also round differently), fp8 (8-bit floats, only on a GPU), int8 (8-bit weights, only with our library), or "
+        "compact (weights of a GGUF file in its 4 or 6 bits, others in 8, inputs of layers in 8; only with our library); "
+        "docs/precision.md.",
     )
     draft_dtype: Literal["auto", "float32", "bfloat16", "int8", "compact"] = Field(
         default="auto",
@@ -359,6 +360,11 @@ class Settings(BaseSettings):
         "time to the first token can reveal the prompts of others.",
     )
 
+    deterministic: bool = Field(
+        default=False,
+        description="Give a token the same bits in passes of any width; refuse to start where that is not possible. Always so "
+        "with our library; slower on a GPU.",
+    )
     cuda_graphs: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Replay passes as CUDA graphs; auto: on a CUDA device, if they can be captured; on: refuse to start if not.",
@@ -553,6 +559,7 @@ class Settings(BaseSettings):
             audit_tokens=self.audit_tokens,
             trace_file=self.trace_file,
             cuda_graphs=self.cuda_graphs,
+            deterministic=self.deterministic,
             kv_canary=self.kv_canary,
             scheduler=SchedulerConfig(
                 max_running=self.max_running,

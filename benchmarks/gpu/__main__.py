@@ -9,17 +9,20 @@ of 7 B shape and one of SmolLM2-135M's. Contenders take turns; ratios are to the
 It needs torch, triton, transformers, numpy, jaxtyping and safetensors; texts need the wheels of msgspec and llguidance beside,
 and without them are left out, by name. `--device cpu --tiny` runs all of it in a minute, passes over tables by the reference; the
 kernel is compared only where TRITON_INTERPRET=1 lets it be interpreted.
+
+`python -m benchmarks.gpu session --minutes 12` does the whole list of a GPU that is lent for minutes (session.py).
 """
 
 import argparse
 import importlib
 import os
 import platform
+import sys
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import kernel, passes
+from benchmarks.gpu import kernel, passes, session
 from benchmarks.gpu.figures import Figures
 from benchmarks.gpu.models import SEVEN_B, SMALL, TINY
 from benchmarks.gpu.summary import summary
@@ -27,6 +30,9 @@ from benchmarks.gpu.summary import summary
 
 def main() -> None:
     """Measure, and write what was found."""
+    if sys.argv[1:2] == ["session"]:
+        session.main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--tiny", action="store_true", help="sizes for a processor")

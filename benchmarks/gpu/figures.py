@@ -59,10 +59,11 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 class Figures:
     """Owns the file of figures; each is written as it comes, so that a run that is cut off leaves what it had."""
 
-    def __init__(self, path: Path, limit_s: float) -> None:
+    def __init__(self, path: Path, limit_s: float, is_resumed: bool = False) -> None:
         self._begin_s, self._limit_s = time.perf_counter(), limit_s
-        self.all: list[dict[str, Any]] = []
-        self._file = path.open("w")
+        lines = path.read_text().splitlines() if is_resumed and path.exists() else []
+        self.all: list[dict[str, Any]] = [*map(json.loads, lines)]
+        self._file = path.open("a" if is_resumed else "w")
 
     def add(self, part: str, **facts: Any) -> None:
         """Write a figure of a part of the benchmark."""

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from engine.attention.paged.reference import attend
 from engine.model.causal_lm import CausalModel, adopt
+from engine.model.fused.decoder import FusedDecoder
+from engine.model.fused.reference import TorchOperations
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,34 @@ TINY = ModelShape(
     },
     torch.float32,
 )
-_CONFIGURATIONS = {"qwen2": Qwen2Config, "llama": LlamaConfig}
+LLAMA_1B = ModelShape(
+    "llama-1b",
+    "llama",
+    {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    torch.bfloat16,
+)
+QWEN_8B = ModelShape(
+    "qwen3-8b",
+    "qwen3",
+    {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    torch.bfloat16,
+)
+_CONFIGURATIONS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
 
 def model_of(shape: ModelShape, device: torch.device, seed: int = 0, sharpness: float = 1.0) -> CausalModel:
@@ -76,6 +105,27 @@ def model_of(shape: ModelShape, device: torch.device, seed: int = 0, sharpness: 
     model = adopt(_module(shape, device, seed, sharpness), device)
     model.attend = model.attend or attend
     return model
+
+
+def counting_model(shape: ModelShape, device: torch.device, linears: str = "plain") -> CausalModel:
+    """Return a model of the shape whose likeliest token after a token is the next number, by far, in any number format.
+
+    Its output head is its embeddings, rolled by one, and its layers add little. So its answers are known without a record.
+    """
+    module = _module(shape, device, seed=0, sharpness=1.0)
+    with torch.no_grad():
+        module.lm_head.weight.copy_(module.model.embed_tokens.weight.roll(1, 0))
+        for name, parameter in module.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(_LITTLE)
+    model = adopt(module, device, linears)
+    if model.attend is None:
+        model.attend = attend
+        model.fused = FusedDecoder(model.module, TorchOperations(), attend)
+    return model
+
+
+_LITTLE = 0.05  # of the weights that add to the states
 
 
 @torch.no_grad()

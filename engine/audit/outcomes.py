@@ -19,7 +19,7 @@ from engine.core.types import SamplingParams
 # and 32 are 1/8 apart, and the layers below round as coarsely. For bitwise equal logits (int8, compact) only the float32 rounding
 # of distributions remains.
 _SAME_BITS_TOLERANCE = 1e-4
-_TIE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": _SAME_BITS_TOLERANCE, "compact": _SAME_BITS_TOLERANCE}
+_TIE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "fp8": 0.5, "int8": _SAME_BITS_TOLERANCE, "compact": _SAME_BITS_TOLERANCE}
 _MOST_SLACK = 0.5
 
 

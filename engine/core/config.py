@@ -43,11 +43,12 @@ class EngineConfig:
 
     `policy` is `plain`, `fixed` or `adaptive`; the caller of `build_engine` provides the last. It chooses among trees of the
     family of `expansion` up to `largest_expansion`, with the network in the file `selector`. With None it counts acceptance
-    instead. An optional selector that does not fit is ignored with a warning. `dtype` is float32, bfloat16, int8 or compact.
+    instead. An optional selector that does not fit is ignored with a warning. `dtype` is float32, bfloat16, fp8, int8 or compact.
     `draft_dtype` is that of a draft model or head. None lets the engine choose: the device (cuda if available), the threads
     (one per physical core) and the fastest number format for drafting. `audit_share` of the requests have their first
     `audit_tokens` tokens checked when the engine is idle. Each step is appended to `trace_file`; None disables tracing.
-    `cuda_graphs` is auto, on (an error if unsupported) or off. With `kv_canary`, slot ownership is checked on every read.
+    `cuda_graphs` is auto, on (an error if unsupported) or off. If `deterministic`, a row's
+    logits have the same bits in any pass. With `kv_canary`, slot ownership is checked on every read.
     `is_restart`: the worker replaces a dead one.
     """
 
@@ -74,6 +75,7 @@ class EngineConfig:
     device: str | None = None
     num_threads: int | None = None
     cuda_graphs: str = "auto"
+    deterministic: bool = False
     audit_share: float = 0.0
     audit_tokens: int = 32
     trace_file: str | None = None

@@ -341,4 +341,4 @@ class ModelInfo:
     @property
     def rounds_by_width(self) -> bool:
         """Whether wide and narrow passes round so differently that near ties can be decided differently."""
-        return self.dtype == "bfloat16" and not self.has_same_bits
+        return self.dtype in ("bfloat16", "fp8") and not self.has_same_bits

@@ -30,8 +30,9 @@ from engine.attention.paged.table import IDS, POSITIONS, PagedBatch, Shape, Tabl
 from engine.attention.tree_attention import NAME, AttentionContext, GatheredAttention, register
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.check import check_text, own_logits, require_equal, require_same_bits, tolerance_of
+from engine.model.fp8 import fp8_reason
 from engine.model.fused.decoder import FusedDecoder
-from engine.model.linear_backends import NATIVE, fastest_linears, prepare_linears, torch_linears, weight_of
+from engine.model.linear_backends import FP8, NATIVE, fastest_linears, prepare_linears, torch_linears, weight_of
 from engine.native.decoder import NativeDecoder, UnknownDecoder, parts_of, refuse_by_structure
 from engine.native.linear import QUANTISED, NativeLinear
 from engine.sampling.argmax import RowArgMax
@@ -45,8 +46,8 @@ from engine.weights.stored_config import read_config
 from engine.weights.weight_headers import stored_dtype
 
 _logger = logging.getLogger(__name__)
-# For native passes, whose attention adds in another order. int8 rounds inputs of layers to 15 bits, compact to 8.
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-3, "int8": 2e-2, "compact": 0.1}
+# For passes whose attention adds in another order. int8 rounds inputs of layers to 15 bits, compact and fp8 to 8.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-3, "int8": 2e-2, "compact": 0.1, FP8: 0.2}
 _NO_LIMIT = 1 << 20
 _WITH_CONSTANTS = "gemma"  # prefix of model types that scale embeddings by a constant in the format of their weights
 
@@ -113,7 +114,7 @@ class CausalModel:
     @property
     def has_same_bits(self) -> bool:
         """Whether a row's logits have the same bits in any pass."""
-        return self.native is not None
+        return self.native is not None or (self.fused is not None and self.fused.is_deterministic)
 
     @property
     def runners(self) -> list[NativeDecoder | FusedDecoder]:
@@ -124,6 +125,15 @@ class CausalModel:
     def reads_tables(self) -> bool:
         """Whether it can run passes over tables."""
         return self.attend is not None
+
+    def round_alike(self) -> None:
+        """Let a row's logits have the same bits in any pass from now on. Raises UnsupportedModel if that is not possible."""
+        if self.has_same_bits:
+            return
+        self.fused = _fused_of(self, is_deterministic=True)
+        if self.fused is None:
+            raise UnsupportedModel(f"deterministic: on {self.device} passes of this model round by their width")
+        require_same_bits(self, check_text(self))
 
     def restore_attention(self) -> None:
         """Let the model attend to an engine's slots again, after another attention was set."""
@@ -136,7 +146,7 @@ class CausalModel:
             return self.native.forward(batch, cache, logit_rows_N)
         if self.attend is None or cache.is_watched:
             return self._run(batch.input_ids_1T, batch.position_ids_1T, logit_rows_N, GatheredAttention(batch, cache))
-        shape = Shape(batch.num_tokens, 0)
+        shape = Shape(batch.num_tokens, 0, is_by_row=self.has_same_bits)
         columns = TableColumns(tokens=(0, 0, cache.dummy_slot), outputs=())
         table = integers_32(table_of(batch, shape, columns), self.device)
         return self._run_table(PagedBatch(table, shape, columns), cache, logit_rows_N)
@@ -177,6 +187,8 @@ class CausalModel:
 
 def weights_dtype(dtype: str) -> torch.dtype:
     """Return the number format of weights and activations for a named precision."""
+    if dtype == FP8:
+        return torch.bfloat16
     return torch.float32 if dtype in QUANTISED else getattr(torch, dtype)
 
 
@@ -226,6 +238,10 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 
 def _load(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
+    if dtype == FP8:
+        if (reason := fp8_reason(device)) is not None:
+            raise UnsupportedModel(f"{dtype} needs a GPU that multiplies it: {reason}")
+        linears = FP8
     module = _loaded(folder, loaded_dtype(folder, dtype, linears), weights_dtype(dtype))
     if linears == NATIVE:
         try:
@@ -274,8 +290,12 @@ def adopt(module: nn.Module, device: torch.device, linears: str = "plain", preci
         require_equal(model, ids, expected_NV, _TOLERANCE[precision])
         require_same_bits(model, ids)
     else:
+        if linears == FP8:  # rounds, so that the module's own pass is to round too
+            prepare_linears(model.module, linears)
         expected_NV = own_logits(model, ids)
         tolerance = tolerance_of(model, ids, expected_NV)
+        if linears == FP8:
+            tolerance = max(tolerance, _TOLERANCE[FP8])
         model.restore_attention()
         prepare_linears(model.module, linears)
         model.attend = _attend_of(model)
@@ -298,14 +318,14 @@ def _attend_of(model: CausalModel) -> Attend | None:
     return None
 
 
-def _fused_of(model: CausalModel) -> FusedDecoder | None:
+def _fused_of(model: CausalModel, is_deterministic: bool = False) -> FusedDecoder | None:
     """Return the fused decoder of a model that attends over tables on a GPU; None if its parts are not known."""
     if model.attend is None or model.device.type != "cuda":
         return None
     from engine.model.fused.launch import Kernels
 
     try:
-        return FusedDecoder(model.module, Kernels(), model.attend)
+        return FusedDecoder(model.module, Kernels(is_deterministic), model.attend, is_deterministic)
     except UnknownDecoder as error:
         _logger.info("%s; a layer's operations are launched one by one", error)
         return None

@@ -13,6 +13,18 @@ FORMAT = torch.float8_e4m3fn
 _MOST = torch.finfo(FORMAT).max
 
 
+_LEAST_CAPABILITY = (8, 9)
+
+
+def fp8_reason(device: torch.device) -> str | None:
+    """Return why a device cannot multiply eight-bit floats, None if it can."""
+    if device.type != "cuda":
+        return f"{device} is no CUDA device"
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} has a compute capability below {'.'.join(map(str, _LEAST_CAPABILITY))}"
+    return None
+
+
 class Rounded(NamedTuple):
     """Numbers of eight bits and the scale of each row: a number is its eight bits times the scale."""
 

@@ -2,7 +2,8 @@
 
 `plain` layers are torch's. `packed` reorders float weights once into the blocked layout that oneDNN multiplies fastest on a CPU;
 results are equal up to rounding. Weights of a format that oneDNN refuses stay plain. `native` layers run in the library
-(engine.native), in float32, bfloat16, int8 or compact. A row's result then has the same bits in any batch.
+(engine.native), in float32, bfloat16, int8 or compact. A row's result then has the same bits in any batch. `fp8` layers store
+weights in eight bits (engine.model.fp8); the output head keeps its format.
 """
 
 import platform
@@ -13,10 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from engine.model.fp8 import Fp8Linear
 from engine.native import library
 from engine.native.linear import NativeLinear
 
 NATIVE = "native"
+FP8 = "fp8"
 
 
 class PackedLinear(nn.Module):
@@ -78,6 +81,7 @@ _KINDS: dict[str, Callable[[nn.Linear, str], nn.Module]] = {
     "plain": lambda linear, _: linear,
     "packed": lambda linear, _: PackedLinear(linear) if _packs(linear.weight.dtype) else linear,
     NATIVE: _native,
+    FP8: lambda linear, _: Fp8Linear(linear),
 }
 
 
@@ -90,7 +94,7 @@ def linear_of(weight: Float[Tensor, "O I"]) -> nn.Linear:
 
 def weight_of(linear: nn.Module) -> Tensor:
     """Return the weight [outputs, inputs] of a linear layer, however it is computed."""
-    if isinstance(linear, PackedLinear | NativeLinear):
+    if isinstance(linear, PackedLinear | NativeLinear | Fp8Linear):
         return linear.dense_weight()
     assert isinstance(linear, nn.Linear)
     return linear.weight
@@ -107,6 +111,8 @@ def prepare_linears(model: nn.Module, kind: str, precision: str = "float32") -> 
     places = [(parent, name) for parent in modules for name, child in parent.named_children() if type(child) is nn.Linear]
     modules.clear()
     for parent, name in places:
+        if kind == FP8 and parent is model:
+            continue
         setattr(parent, name, _KINDS[kind](getattr(parent, name), precision))
 
 

@@ -84,10 +84,10 @@ def chunk(length: int, context: int) -> Segment:
     return chain_segment([1] * length, context, [*range(300, 300 + context + length)][::-1])
 
 
-def paged(segments: Sequence[Segment], num_tokens: int | None = None) -> PagedBatch:
+def paged(segments: Sequence[Segment], num_tokens: int | None = None, is_by_row: bool = False) -> PagedBatch:
     """Return the segments as a table, padded to a number of tokens."""
     batch = pack(segments, CPU)
-    shape = Shape(num_tokens or batch.num_tokens, 0)
+    shape = Shape(num_tokens or batch.num_tokens, 0, is_by_row)
     return PagedBatch(torch.from_numpy(table_of(batch, shape, COLUMNS)).to(DEVICE), shape, COLUMNS)
 
 

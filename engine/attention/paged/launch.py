@@ -16,12 +16,15 @@ from engine.attention.paged.table import PagedBatch, Shape
 from engine.attention.scoring import Scoring
 
 _PROGRAMS, _MOST_PARTS = 264, 32  # two programs for each multiprocessor of an H100
+_PARTS_BY_ROW = 8  # in passes of any size
 _SMALLEST = 16  # side of a matrix product
 _STAGES, _ROOMY_BYTES = 3, 160 * 1024
 
 
 def num_parts(shape: Shape, num_heads: int) -> int:
     """Return the number of parts of a segment's keys: enough to occupy the multiprocessors if there are few tiles."""
+    if shape.is_by_row:
+        return _PARTS_BY_ROW
     num_tiles = -(-shape.num_tokens // shape.tile_len)
     return max(1, min(_MOST_PARTS, _PROGRAMS // (num_tiles * num_heads)))
 

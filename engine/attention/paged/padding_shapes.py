@@ -16,7 +16,8 @@ def _sizes() -> chain[int]:
 class PaddingShapes:
     """Shapes of passes up to a number of tokens. Each size has two: with outputs of all tokens, or of few."""
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, most_tokens: int, is_by_row: bool = False) -> None:
+        self._is_by_row = is_by_row
         self._sizes = [*takewhile(lambda size: size < most_tokens, _sizes()), most_tokens]
 
     @property
@@ -27,14 +28,15 @@ class PaddingShapes:
     @property
     def all(self) -> list[Shape]:
         """All shapes, the largest first, so that later recordings fit into the memory of earlier ones."""
-        return sorted({Shape(size, num_outputs) for size in self._sizes for num_outputs in (size, _few_of(size))}, reverse=True)
+        pairs = {(size, num_outputs) for size in self._sizes for num_outputs in (size, _few_of(size))}
+        return [Shape(*pair, self._is_by_row) for pair in sorted(pairs, reverse=True)]
 
     def shape_of(self, num_tokens: int, num_outputs: int) -> Shape | None:
         """Return the smallest shape that fits a pass; None if none does."""
         size = next((size for size in self._sizes if size >= num_tokens), None)
         if size is None or num_outputs > size:
             return None
-        return Shape(size, size if num_outputs > _few_of(size) else _few_of(size))
+        return Shape(size, size if num_outputs > _few_of(size) else _few_of(size), self._is_by_row)
 
 
 def _few_of(size: int) -> int:

@@ -9,7 +9,7 @@ segment, without keys. A query's visibility of the tail is a row of bits, 32 to 
 Shape key: T tokens, padding included, N output tokens, W tail keys of a segment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -20,7 +20,7 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.packing import PackedBatch
+from engine.attention.packing import PackedBatch, Segment, pack
 
 NUM_TILE_FIELDS = 8
 WORD_BITS = 32
@@ -30,14 +30,20 @@ _FEW, _MANY, MANY_TOKENS = 8, 16, 128  # queries of a tile below MANY_TOKENS tok
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """The numbers that determine all tensor shapes of a pass: tokens, and output tokens."""
+    """The numbers that determine all tensor shapes of a pass: tokens, and output tokens.
+
+    With `is_by_row`, each token reads its keys in the order of their positions: its output has the same bits in any pass.
+    """
 
     num_tokens: int
     num_outputs: int
+    is_by_row: bool = False
 
     @property
     def tile_len(self) -> int:
         """Queries of a tile."""
+        if self.is_by_row:
+            return 1
         return min(_FEW if self.num_tokens < MANY_TOKENS else _MANY, 1 << (self.num_tokens - 1).bit_length())
 
 
@@ -61,11 +67,29 @@ def table_of(
 ) -> NDArray[np.int32]:
     """Return the table of a batch padded to a shape. `tokens` are columns in addition to the batch's own."""
     assert batch.num_tokens <= shape.num_tokens
+    if shape.is_by_row:
+        batch = pack([one for segment in batch.segments for one in _by_row(segment)], batch.device)
     own = [_padded(*column, shape.num_tokens) for column in zip([*batch.tokens_3T, *tokens], columns.tokens, strict=True)]
     output_columns = [_padded(*column, shape.num_outputs) for column in zip(outputs, columns.outputs, strict=True)]
     head_len, tails = columns.head_len(shape), _tails(batch)
     tiles = _tiles(batch, shape, head_len, tails.first_words)
     return np.concatenate([*own, *output_columns, tiles.ravel(), *tails.parts], dtype=np.int32, casting="unsafe")
+
+
+def _by_row(segment: Segment) -> Iterator[Segment]:
+    """Yield a segment for each token, with the keys that it sees. Those of a chain are a part of the segment's own."""
+    num_context = len(segment.key_slots) - len(segment.tail_positions)
+    for query, position in enumerate(segment.positions):
+        seen = segment.tail_visible_TW[query].nonzero()[0].tolist()
+        end = num_context + len(seen)
+        keys = segment.key_slots[:end]
+        if seen[-1] >= len(seen):
+            keys = [*segment.key_slots[:num_context], *(segment.key_slots[num_context + place] for place in seen)]
+        ids, slots = segment.token_ids[query : query + 1], segment.write_slots[query : query + 1]
+        yield Segment(ids, [position], slots, keys, _ITSELF, [position])
+
+
+_ITSELF = np.ones((1, 1), dtype=np.bool_)
 
 
 def _padded(numbers: Numbers, padding: int, length: int) -> NDArray[np.int32]:

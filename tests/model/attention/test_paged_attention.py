@@ -55,6 +55,19 @@ def test_the_reference_is_the_gathering_attention(seed, contexts, num_padding, w
     assert not out[num_tokens:].any()
 
 
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**31), contexts=st.lists(st.integers(0, 40), min_size=1, max_size=4), window=st.none() | st.just(5))
+def test_tokens_read_by_row_see_the_same_keys(seed, contexts, window):
+    """A token's own segment has the keys of its path."""
+    heads = Heads(size=8, value_size=8, window=window)
+    segments = [*random_segments(seed, contexts), level()]
+    num_tokens = sum(segment.num_tokens for segment in segments)
+    given = inputs(num_tokens + 3, heads)
+    out = by(reference, given, paged(segments, num_tokens + 3, is_by_row=True), heads)
+    assert (out[:num_tokens] - gathered(given, segments, heads)).abs().max() < EXACT
+    assert not out[num_tokens:].any()
+
+
 def kernel_error(heads, segments, num_tokens, dtype=torch.float32, batch_of=lambda batch: batch):
     """Return how far the kernel is from the gathering attention in float32, and demand that padding be zeros."""
     given = inputs(num_tokens, heads, dtype)

@@ -10,9 +10,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from engine.attention.packing import pack
 from engine.attention.paged.reference import attend
+from engine.attention.segments import chain_segment
 from engine.core.policy import FixedExpansion
-from engine.core.tree import Expansion
+from engine.core.tree import Expansion, TokenTree
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, adopt
 from engine.model.fp8 import rounded
@@ -25,7 +27,7 @@ from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import run
 from tests.model.mixed import mixed_requests
 from tests.model.paged import DEVICE, needs_triton, paged, random_segments, random_tree
-from tests.model.passes import CPU, error_of, node_logits, scene_row
+from tests.model.passes import CPU, SceneRow, error_of, node_logits, scene_row
 
 if find_spec("triton"):
     from engine.attention.paged import kernels as attention_kernels
@@ -260,6 +262,37 @@ def test_a_layer_has_at_most_six_launches(monkeypatch):
     model.fused.forward(batch, KVCache(1 << 10, CPU), torch.tensor([0]))
     assert len(launched) == 6 * model.depth + 1
     assert {name: launched.count(name) for name in ("attend", "merge")} == {"attend": 3, "merge": 3}
+
+
+def path_logits(model: CausalModel, text: list[int]) -> torch.Tensor:
+    """Return the logits after a text that is fed token by token."""
+    cache = KVCache(len(text), CPU)
+    for place, token_id in enumerate(text):
+        batch = pack([chain_segment([token_id], place, range(len(text)))], CPU)
+        logits_NV = model.forward(batch, cache, torch.tensor([0]))
+    return logits_NV[0]
+
+
+def num_other_bits(model: CausalModel) -> int:
+    """Return how many nodes of a tree beside another row have other bits than their paths token by token."""
+    tree = TokenTree((-1, 0, 0, 2), (7, 8, 9, 10), ((1, 2), (), (3,), ()))
+    rows = [SceneRow((3, 4, 7), (), tree, (*range(6),)), SceneRow((5, 6), (), TokenTree.single(6), (7, 6))]
+    with products_by_row():
+        together = node_logits(model, rows)[0]
+        return sum(not torch.equal(path_logits(model, text), row_V) for text, row_V in zip(rows[0].path_texts(), together))
+
+
+@needs_triton
+def test_deterministic_passes_have_equal_bits(monkeypatch):
+    """In trees beside other rows and in chunks of prompts, or token by token. A window begins at a position."""
+    monkeypatch.setattr(attention_launch, "_PARTS_BY_ROW", 2)
+    model = adopt(tiny_module("mistral", num_layers=1), CPU)
+    model.attend = attention_launch.attend
+    model.fused = FusedDecoder(model.module, Kernels(is_deterministic=True), attention_launch.attend, is_deterministic=True)
+    assert model.has_same_bits
+    assert num_other_bits(model) == 0
+    model.fused.is_deterministic = False  # keys in the order of nodes, shared by tiles of tokens
+    assert num_other_bits(model) > 0
 
 
 @needs_triton
