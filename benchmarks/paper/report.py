@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.paper.design import DELAYED, FAMILIES, HEAPS, ROOT_BRANCHED, SHAPES
+from benchmarks.paper.design import DELAYED, FAMILIES, HEAPS, MOST_NODES, ROOT_BRANCHED, SHAPES
 from benchmarks.paper.figure import draw_depths
 from benchmarks.roots import folds, most_over_all
 
 Array = NDArray[np.float64]
 
-_GROUPS = {
+_GROUPS: dict[str, Sequence[int]] = {
     "root-branched": range(len(ROOT_BRANCHED)),
     "delayed": range(len(ROOT_BRANCHED), len(ROOT_BRANCHED) + len(DELAYED)),
     "heap": range(len(SHAPES), len(SHAPES) + len(HEAPS)),
     "oracle": range(len(SHAPES)),
     "other draw": range(len(SHAPES)),
+    "branched": [place for place, one in enumerate(ROOT_BRANCHED) if one.branches > 1 and one.num_draft_tokens == MOST_NODES],
 }
 _RULES = tuple((name, family.name) for family in FAMILIES for name in family.verifiers)
 _REFERENCE = ("traversal", "i.i.d.")
@@ -83,8 +84,8 @@ class Cell:
         for setting in np.unique(self._settings, axis=0):
             rows = np.flatnonzero((self._settings == setting).all(1))
             tokens, cost = tokens_RDM[rows], cost_RDM[rows]
-            if group in _HINDSIGHT:
-                tokens_R, cost_R = _HINDSIGHT[group](tokens, cost)
+            if group in _UNFITTED:
+                tokens_R, cost_R = _UNFITTED[group](tokens, cost)
                 sums_2B += [self._weights_BC @ self._by_prompt(rows, one[:, None])[:, 0] for one in (tokens_R, cost_R)]
             else:
                 tokens_CM, cost_CM = (self._by_prompt(rows, one.mean(1)) for one in (tokens, cost))
@@ -129,7 +130,12 @@ def _of_other_draw(tokens_RDM: Array, cost_RDM: Array) -> tuple[Array, Array]:
     return tokens_R, cost_R
 
 
-_HINDSIGHT = {"oracle": _in_hindsight, "other draw": _of_other_draw}
+def _mean(tokens_RDM: Array, cost_RDM: Array) -> tuple[Array, Array]:
+    """Return each root's mean over shapes: the same trees for every rule."""
+    return tokens_RDM.mean((1, 2)), cost_RDM.mean((1, 2))
+
+
+_UNFITTED = {"oracle": _in_hindsight, "other draw": _of_other_draw, "branched": _mean}
 
 
 def rows_of(cell: Cell) -> Iterator[dict[str, str]]:
@@ -139,11 +145,23 @@ def rows_of(cell: Cell) -> Iterator[dict[str, str]]:
         for is_speed, measure in ((False, "tokens"), (True, "speed")):
             found = {group: cell.best(rule, group, is_speed) for group in _GROUPS}
             row |= {f"{measure}: {group}": _figure(best) for group, best in found.items()}
+            branched, of_traversal = found.pop("branched"), cell.best(_REFERENCE, "branched", is_speed)
+            row[f"{measure}: branched over traversal's"] = _ahead(branched, of_traversal)
             root, reference = found.pop("root-branched"), cell.best(_REFERENCE, "root-branched", is_speed)
             row |= {f"{measure}: {group} over root-branched": _ahead(best, root) for group, best in found.items()}
             row[f"{measure}: root-branched over traversal's"] = _ahead(root, reference)
             row[f"{measure}: delayed over traversal's root-branched"] = _ahead(found["delayed"], reference)
             row[f"{measure}: oracle over traversal's root-branched"] = _ahead(found["oracle"], reference)
+        yield row
+
+
+def page_rows(cell: Cell) -> Iterator[dict[str, str]]:
+    """Yield a short row for each rule: tokens a step, then speed over plain decoding, of each group's best shape."""
+    for rule in _RULES:
+        row = {"rule": ", ".join(rule)}
+        for group in ("root-branched", "delayed", "heap", "oracle"):
+            both = [best for is_speed in (False, True) if (best := cell.best(rule, group, is_speed)) is not None]
+            row[group] = ", ".join(f"{one.ratio:.2f}" for one in both)
         yield row
 
 
@@ -173,12 +191,14 @@ def depths_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, float
 
 
 def write_report(roots: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> None:
-    """Write cells.csv (by sampling and kind), summary.csv (all samplings), depths.csv and depths.png into a folder."""
-    cells, summary, depths = [], [], []
+    """Write tables into a folder: cells.csv by sampling and kind, summary.csv and page.csv of all samplings, and the depths."""
+    cells, summary, page, depths = [], [], [], []
     for pair, lines in roots.items():
         if not lines:
             continue
-        summary += [{"pair": pair, **row} for row in rows_of(Cell(lines))]
+        whole = Cell(lines)
+        summary += [{"pair": pair, **row} for row in rows_of(whole)]
+        page += [{"pair": pair, **row} for row in page_rows(whole)]
         for temperature, top_p in sorted({(line["temperature"], line["top_p"]) for line in lines}):
             of_setting = [line for line in lines if (line["temperature"], line["top_p"]) == (temperature, top_p)]
             setting = {"pair": pair, "temperature": f"{temperature:g}", "top_p": f"{top_p:g}"}
@@ -189,7 +209,7 @@ def write_report(roots: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) ->
                 dict(zip(_DEPTHS_HEAD, (*setting.values(), str(depth), *(f"{one:.3f}" for one in values)), strict=True))
                 for depth, values in enumerate(depths_of(of_setting), 1)
             ]
-    for name, rows in {"cells.csv": cells, "summary.csv": summary, "depths.csv": depths}.items():
+    for name, rows in {"cells.csv": cells, "summary.csv": summary, "page.csv": page, "depths.csv": depths}.items():
         _write(out / name, rows)
     draw_depths(depths, out / "depths.png")
 

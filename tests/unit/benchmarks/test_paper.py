@@ -103,4 +103,5 @@ def test_report_has_every_cell(tmp_path):
     )
     assert len(cells) == 2 * 2 * len(RULES)
     assert len(summary) == len(RULES)
+    assert (tmp_path / "page.csv").read_text().count("pair,") == 1 + len(RULES)
     assert {row["depth"] for row in depths} == {"1", "2"}
