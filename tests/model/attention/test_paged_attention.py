@@ -57,7 +57,7 @@ def test_the_reference_is_the_gathering_attention(seed, contexts, num_padding, w
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), contexts=st.lists(st.integers(0, 40), min_size=1, max_size=4), window=st.none() | st.just(5))
-def test_tokens_read_by_row_see_the_same_keys(seed, contexts, window):
+def test_tokens_read_by_row_see_equal_keys(seed, contexts, window):
     """A token's own segment has the keys of its path."""
     heads = Heads(size=8, value_size=8, window=window)
     segments = [*random_segments(seed, contexts), level()]

@@ -43,7 +43,7 @@ def test_layers_multiply_what_they_round():
     assert (layer(x) - linear(x)).norm() < 0.06 * linear(x).norm()
 
 
-def test_a_models_layers_are_eight_bits_but_its_head():
+def test_all_layers_but_the_head_are_fp8():
     module = tiny_module("qwen3")
     prepare_linears(module, "fp8")
     kinds = {name: type(part).__name__ for name, part in module.named_modules() if "proj" in name or name == "lm_head"}
