@@ -25,12 +25,10 @@ from selector.menu import Menu
 Array = NDArray[np.float64]
 
 _START_ACCEPTANCE = 0.5  # before any trial: high enough to be tried
-_TYPICAL = 0.7  # acceptance for which the widths of trees of their own shape are computed
-_START_TOKENS = 0.7  # of a noise-aware tree, for each factor of e between 1 and its least chance
+_TYPICAL = 0.7  # acceptance for which shapes and tokens of trees that find their own shape are computed
 _PRIOR_TRIALS = 3.0  # weight of a prior
-_KIND_DECAY, _OWN_DECAY = 0.998, 0.96  # of counts, at each later tree
+_KIND_DECAY, OWN_DECAY = 0.998, 0.96  # of counts, at each later tree
 _EDGE = 1e-3  # least distance of a rate from 0 and 1
-_WITHOUT_NODES = np.array([[1.0], [0.0], [1.0]])  # tokens, nodes, rounds of a noise-aware tree without likely nodes
 
 
 class Estimates(NamedTuple):
@@ -172,7 +170,8 @@ class CountedAcceptance:
         found_3BM = np.zeros((3, len(views), len(menu)))
         found_3BM[0] = 1.0
         if len(columns.by_chance):
-            by_chance_B3K = np.array([one.by_chance for one in rates]).cumsum(2) + _WITHOUT_NODES
+            by_chance_B3K = np.array([one.by_chance for one in rates]).cumsum(2)
+            by_chance_B3K[:, ::2] += 1.0  # a tree without nodes still has the extra token, after a round
             by_chance_B3K = np.minimum(by_chance_B3K, self._most_3K)
             found_3BM[:, :, columns.by_chance] = by_chance_B3K.transpose(1, 0, 2)[:, :, columns.chance_places]
         if len(columns.by_depth):
@@ -244,7 +243,7 @@ class CountedAcceptance:
             size, name = (self._num_depths, len(self._least)), kind_of(view.sampling, view.verifier)
             if name not in self._kinds:
                 self._kinds[name] = _Counts(*size, _KIND_DECAY)
-            own = _OwnCounts(_Counts(*size, _OWN_DECAY), self._kinds[name], view.sampling, view.verifier)
+            own = _OwnCounts(_Counts(*size, OWN_DECAY), self._kinds[name], view.sampling, view.verifier)
             self._own[view.request_id] = own
         return own.counts.rates_under(own.kind.rates_under(self._start, is_kind=True), is_kind=False)
 
@@ -320,5 +319,5 @@ def _start_of(entries: Sequence[Expansion]) -> list[list[float]]:
     Nodes of any probability bring as many tokens as those of half of it, since there are twice as many.
     """
     least_K = np.array([1.0, *(one.least_chance for one in entries)])
-    tokens_K, nodes_K = -_START_TOKENS * np.log(least_K), _START_TOKENS * (1.0 / least_K - 1.0)
+    tokens_K, nodes_K = -_TYPICAL * np.log(least_K), _TYPICAL * (1.0 / least_K - 1.0)
     return [np.diff(up_to_K).tolist() for up_to_K in (tokens_K, nodes_K, 2.0 * tokens_K)]

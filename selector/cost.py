@@ -15,6 +15,7 @@ Shape key: K coefficients, F features of one part, C steps. Units: seconds.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import inf, isfinite
 from operator import mul
 
@@ -28,12 +29,11 @@ Array = NDArray[np.float64]
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of packed tokens between which T(N) is a line
 KNOTS_F = np.array(KNOTS, dtype=np.float64)
 _WIDTHS = np.diff(KNOTS_F)
-_SEGMENTS = tuple(zip(KNOTS, (*KNOTS[1:], inf), strict=True))
+_SEGMENTS = tuple(pairwise((*KNOTS, inf)))
 REST_COEFFICIENTS = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn", "key", "score")
 DRAFT_COEFFICIENTS = ("round", "pass", "draft_token", "pass_key")
 _NAMES = (*REST_COEFFICIENTS, *DRAFT_COEFFICIENTS)
 NUM_REST, _NUM_DRAFT = len(REST_COEFFICIENTS), len(DRAFT_COEFFICIENTS)
-_REST, _DRAFTING = range(2)  # parts of a step
 KEYS = 1000.0  # keys and scores are counted in thousands, so that all features have a similar size
 
 # Without a profile a token costs 2 % of a step, and a round with its pass 10 %. The first step sets the scale.
@@ -46,8 +46,6 @@ FORGETTING = 0.9995  # factor of the covariance at each step; the prior covarian
 NOISE = 0.15  # standard deviation of a step's seconds, relative
 MOST_SIGMAS = 2.5  # beyond which a step is an outlier
 LEAST_FACTOR = 0.002  # lower bound of a coefficient, as a share of its prior
-FORGOTTEN = 0.5  # share of the learned certainty that a repeated outlier removes
-_PULL = 1e-5  # weight of the generic coefficients in a fit
 
 
 def rest_features(work: StepWork) -> list[float]:
@@ -76,7 +74,7 @@ class CostModel:
         self._error_K = np.zeros(len(_NAMES))
         self._prior_KK = _prior_covariance(self._prior_K)
         self._covariance_KK = self._prior_KK.copy()
-        self._was_clipped = [False, False]  # the rest, drafting
+        self._was_clipped = {"rest": False, "drafting": False}
         self._update()
 
     def _update(self) -> None:
@@ -106,18 +104,13 @@ class CostModel:
         if not self._has_scale and rest_s > 0.0:
             self._prior_K *= (draft_s + rest_s) / self.step_s(work)
             self._has_scale = True
-        self._forget(1.0 - FORGETTING)
-        self._correct(_REST, [*rest_features(work), *(0.0,) * _NUM_DRAFT], rest_s)
+        self._covariance_KK = FORGETTING * self._covariance_KK + (1.0 - FORGETTING) * self._prior_KK
+        self._correct("rest", [*rest_features(work), *(0.0,) * _NUM_DRAFT], rest_s)
         if work.num_passes or work.num_rounds:
-            self._correct(_DRAFTING, [*(0.0,) * NUM_REST, *draft_features(work)], draft_s)
+            self._correct("drafting", [*(0.0,) * NUM_REST, *draft_features(work)], draft_s)
         self._update()
 
-    def _forget(self, share: float) -> None:
-        """Move the covariance towards the prior's by this share."""
-        self._covariance_KK *= 1.0 - share
-        self._covariance_KK += share * self._prior_KK
-
-    def _correct(self, part: int, features: Sequence[float], measured_s: float) -> None:
+    def _correct(self, part: str, features: Sequence[float], measured_s: float) -> None:
         """Update the filter from the measured seconds of one part of a step."""
         weights_K = np.array(features) * self._prior_K
         scale_s = float(weights_K.sum())
@@ -132,8 +125,7 @@ class CostModel:
         bound = MOST_SIGMAS * variance**0.5
         is_clipped = abs(surprise) > bound
         if is_clipped and self._was_clipped[part]:
-            # Towards the prior, so that the variance of unseen coefficients stays bounded.
-            self._forget(FORGOTTEN)
+            self._covariance_KK = self._prior_KK.copy()
         self._was_clipped[part] = is_clipped
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))
@@ -170,7 +162,7 @@ def fitted_coefficients(features: Sequence[Sequence[float]], seconds_C: Array, g
     features_CF, generic_F = np.array(features), np.array(generic)
     generic_F = generic_F * float(np.median(seconds_C / (features_CF @ generic_F)))
     weighted_CF = features_CF * generic_F / seconds_C[:, None]
-    pull = _PULL * len(seconds_C)
+    pull = LEAST_FACTOR**2 * len(seconds_C)
     gram_FF = weighted_CF.T @ weighted_CF + pull * np.eye(len(generic_F))
     wanted_F = weighted_CF.sum(0) + pull
     factors_F = np.ones(len(generic_F))

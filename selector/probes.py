@@ -13,8 +13,9 @@ from math import inf
 
 from engine.core.policy import DraftOutcome, SequenceView
 
-_SHARE = 0.005  # of all seconds, at most, for probes
-_SHORTEST, _LONGEST = 8, 64  # tokens of a sequence between its probes
+_SHARE = 0.004  # of all seconds, at most, for probes
+REUSED_STEPS = 12  # of a choice with drafts while the batch is the same, and of a plain sequence that accepts its probes
+_LONGEST = 64  # tokens of a sequence between its probes
 _MOST_SAVED_STEPS = 2.0  # plain steps' seconds that the account holds
 _MOST_LOST_STEPS = 16.0  # bound of a charge: a step may be long because another program ran
 
@@ -34,7 +35,7 @@ class Probes:
     def __init__(self) -> None:
         self.probed: set[str] = set()
         self._saved_s = self._most_s = inf  # until the first step is known
-        self._interval = _SHORTEST  # of a new sequence
+        self._interval = 0  # of a new sequence
         self._waits: dict[str, _Wait] = {}
 
     def save(self, step_s: float) -> None:
@@ -66,7 +67,7 @@ class Probes:
         for row, (view, plain) in enumerate(zip(views, is_plain, strict=True)):
             wait = self._waits.get(view.request_id)
             if wait is None or wait.is_plain != plain or wait.since > view.num_generated:
-                interval = _LONGEST if not plain else self._interval if wait is None else _SHORTEST
+                interval = _LONGEST if not plain else self._interval if wait is None else REUSED_STEPS
                 wait = _Wait(plain, interval, view.num_generated)
             waits[view.request_id] = wait
             left = wait.since + wait.interval - view.num_generated
@@ -96,6 +97,6 @@ class Probes:
             wait = self._waits.get(outcome.request_id)
             if outcome.request_id not in self.probed or outcome.expansion.is_plain or wait is None or not wait.is_plain:
                 continue
-            wait.interval = _SHORTEST if outcome.accepted_depth else min(_LONGEST, 2 * wait.interval)
+            wait.interval = REUSED_STEPS if outcome.accepted_depth else min(_LONGEST, max(REUSED_STEPS, 2 * wait.interval))
             self._interval = wait.interval
         self.probed.clear()

@@ -31,9 +31,8 @@ _VERSION = 4  # of the file and of the meaning of its coefficients
 _BUDGET_S = 6.0
 _SHORT, _LONG = 64, 768  # tokens of context
 _FEWEST_SIZES = 4
-_CHAINS = (1, 2, 4)  # lengths drafted in real steps, alternating
+_CHAINS = (1, 2, 4)  # lengths drafted in real steps, alternating; for the first and the last number of sequences
 _ROUNDS = 5  # over these; the first is a warm-up
-_MANY_ROWS = 4
 _MOST_MEASURED = 2  # starts that measure on a machine that is never quiet
 _STEADY = 1.3  # largest ratio of the median to the least time of a size
 
@@ -49,11 +48,6 @@ class Bench(Protocol):
     @property
     def facts(self) -> dict[str, str]:
         """Everything that a time depends on."""
-        ...
-
-    @property
-    def fed_only_share(self) -> float:
-        """The drafter's cost of a token that is fed without a query, as a share of the cost of a queried one."""
         ...
 
     def time_pass(self, size: PassSize) -> tuple[StepWork, float]:
@@ -175,7 +169,7 @@ def _drafted(bench: Bench, budget_s: float) -> list[list[StepFeedback]]:
     expansions = [Expansion(length, 1, 0) for length in _CHAINS] * _ROUNDS
     num_prompt = min(_SHORT, max(1, limits.max_model_len // 4))
     num_tokens = num_prompt + sum(2 + one.max_depth for one in expansions)
-    for num_rows in (1, _MANY_ROWS):
+    for num_rows in (_CHAINS[0], _CHAINS[-1]):
         has_room = num_tokens <= limits.max_model_len and num_rows * num_tokens <= limits.num_slots
         spent_s = sum(step.draft_s + step.rest_s for steps in drafted for step in steps)
         if not has_room or num_rows > limits.max_running or spent_s > budget_s / 2:

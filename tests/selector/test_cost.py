@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -159,8 +159,14 @@ def test_disturbances_teach_nothing_of_unseen_work():
 
 
 def test_ever_less_sure_filter_is_noticed(monkeypatch):
-    """To grow what it is unsure of, each time, leaves no bound; in the end no variance is one."""
-    monkeypatch.setattr(cost, "FORGOTTEN", -1.0)
+    """A filter that begins with ever larger variances has no bound; in the end no variance is one."""
+    begin = CostModel._correct
+
+    def correct(self: CostModel, part: str, features: Sequence[float], measured_s: float) -> None:
+        self._prior_KK = 1.5 * self._covariance_KK
+        begin(self, part, features, measured_s)
+
+    monkeypatch.setattr(CostModel, "_correct", correct)
     with pytest.raises((AssertionError, TypeError)):
         check_share()
 
