@@ -5,11 +5,10 @@ target's pass over N packed tokens is a piecewise linear curve T(N): flat, then 
 keys and scores add to it. Drafting adds up rounds of growth, passes of the draft model, tokens fed to it and keys that its
 passes read.
 
-A Kalman filter learns relative errors x of the coefficients: coefficient = prior x (1 + x). The prior covariance describes how
-machines change. A slower machine is slower in everything (the common part). Slower memory makes a step cost more, but hides
-more products behind reading, so tokens cost less up to the roofline's corner (the memory part). Unseen coefficients follow
-these parts. Outliers are clipped: a step during which another program ran counts no more than a slow one. Two outliers in a row
-mean that the filter is wrong, for example after a disturbed profile. It then becomes less certain.
+A Kalman filter learns relative errors x of the coefficients: coefficient = prior x (1 + x). A slower machine is slower in
+everything, so errors have a common part, which unseen coefficients follow. Outliers are clipped: a step during which another
+program ran counts no more than a slow one. Two outliers in a row mean that the filter is wrong, for example after a disturbed
+profile. Then it is as uncertain as at the start.
 
 Shape key: K coefficients, F features of one part, C steps. Units: seconds.
 """
@@ -40,8 +39,7 @@ KEYS = 1000.0  # keys and scores are counted in thousands, so that all features 
 GENERIC_REST = (1.0, *(0.02,) * len(KNOTS), 0.002, 0.002, 0.01, 0.01)
 GENERIC_DRAFT = (0.01, 0.09, 0.005, 0.005)
 
-_COMMON_VARIANCE, _MEMORY_VARIANCE, _OWN_VARIANCE = 0.75, 0.25, 0.09
-_MEMORY_BOUND = ("step", "key", "pass", "pass_key")  # coefficients of what is read from memory
+_COMMON_VARIANCE, _OWN_VARIANCE = 0.75, 0.2  # of relative errors before any step: of all coefficients together, of each alone
 FORGETTING = 0.9995  # factor of the covariance at each step; the prior covariance fills the rest
 NOISE = 0.15  # standard deviation of a step's seconds, relative
 MOST_SIGMAS = 2.5  # beyond which a step is an outlier
@@ -72,7 +70,7 @@ class CostModel:
         if not np.isfinite(self._prior_K).all() or (self._prior_K <= 0.0).any():
             raise ValueError("coefficients must be positive")
         self._error_K = np.zeros(len(_NAMES))
-        self._prior_KK = _prior_covariance(self._prior_K)
+        self._prior_KK = _COMMON_VARIANCE + _OWN_VARIANCE * np.eye(len(_NAMES))
         self._covariance_KK = self._prior_KK.copy()
         self._was_clipped = {"rest": False, "drafting": False}
         self._update()
@@ -130,27 +128,6 @@ class CostModel:
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))
         self._covariance_KK -= gain_K[:, None] * towards_K
-
-
-def _prior_covariance(prior_K: Array) -> Array:
-    """Return the covariance of the coefficients' relative errors before any step, [K, K]."""
-    slower_K = _by_slower_memory(prior_K)
-    common_KK = np.full((len(prior_K), len(prior_K)), _COMMON_VARIANCE)
-    return common_KK + _MEMORY_VARIANCE * np.outer(slower_K, slower_K) + _OWN_VARIANCE * np.eye(len(prior_K))
-
-
-def _by_slower_memory(prior_K: Array) -> Array:
-    """Return each coefficient's relative change for a relative slowdown of memory, [K].
-
-    Memory-bound coefficients grow by the slowdown. Tokens up to the roofline's corner get cheaper, so that a pass at the corner
-    takes as long as before. At the corner computing the tokens takes as long as reading, or it is the last knot.
-    """
-    step, slopes_F = prior_K[0], prior_K[1 : 1 + len(KNOTS)]
-    added = np.cumsum(slopes_F[:-1] * _WIDTHS)  # by tokens up to each knot but the first
-    corner = min(int(np.searchsorted(added, step)), len(added) - 1)
-    slower_K = np.isin(_NAMES, _MEMORY_BOUND).astype(np.float64)
-    slower_K[1 : 2 + corner] = -min(1.0, step / added[corner])
-    return slower_K
 
 
 def fitted_coefficients(features: Sequence[Sequence[float]], seconds_C: Array, generic: Sequence[float]) -> list[float]:

@@ -11,10 +11,10 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
-from math import isfinite
-from typing import Any, Protocol
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from engine.core.config import SchedulerConfig
@@ -70,6 +70,7 @@ class Profile:
     draft: tuple[float, ...]
     is_sound: bool = True
     num_measured: int = 1
+    version: int = _VERSION
 
     def costs(self) -> CostModel:
         """Return a cost model with these coefficients."""
@@ -77,27 +78,19 @@ class Profile:
 
     def as_text(self, facts: dict[str, str]) -> str:
         """Return the file's text. The facts are for readers only."""
-        found = {"version": _VERSION, "rest": self.rest, "draft": self.draft, "is_sound": self.is_sound}
-        found |= {"num_measured": self.num_measured, "facts": facts}
-        return json.dumps(found, indent=1)
+        return msgspec.json.format(msgspec.json.encode(asdict(self) | {"facts": facts}).decode())
 
     @classmethod
     def from_text(cls, text: str) -> "Profile":
         """Read the text of `as_text`; raise ValueError if it is something else."""
-        found = json.loads(text)
-        if not isinstance(found, dict) or found.get("version") != _VERSION:
+        try:
+            found = msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(str(error)) from error
+        if found.version != _VERSION:
             raise ValueError(f"no profile of version {_VERSION}")
-        rest, draft = found.get("rest"), found.get("draft")
-        if not (_are_coefficients(rest, len(GENERIC_REST)) and _are_coefficients(draft, len(GENERIC_DRAFT))):
-            raise ValueError("no coefficients")
-        num_measured = found.get("num_measured", 1)
-        if not isinstance(num_measured, int):
-            raise ValueError("no number of measurements")
-        return cls(tuple(found["rest"]), tuple(found["draft"]), found.get("is_sound", True) is True, num_measured)
-
-
-def _are_coefficients(found: Any, count: int) -> bool:
-    return isinstance(found, list) and len(found) == count and all(isinstance(one, float) and isfinite(one) for one in found)
+        found.costs()  # checks the coefficients
+        return found
 
 
 def grid(limits: SchedulerConfig) -> list[PassSize]:

@@ -57,7 +57,7 @@ class StepTimer:
             "processor": library.processor() if info.device == "cpu" else torch.cuda.get_device_name(info.device),
             "num_processors": str(os.cpu_count()),
             "num_threads": str(library.num_threads()),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "passes": library.digest() if self._target.model.native is not None else self._target.method,
             "dtype": info.dtype,
             "target": self._target.model.description,
