@@ -3,8 +3,8 @@
 A probe is one step with a tree for the sequences that are due: some tree for plain sequences, a larger one for drafting ones.
 An account pays for it. Every step adds a small share of its seconds to the account, and a probe is charged with what it
 measurably lost. A full account pays for any probe, because the estimated cost may be wrong. A sequence whose probe had no
-accepted token waits twice as long for the next one. A new sequence waits as long as the last one that was probed. There is no
-clock and no randomness.
+accepted token waits twice as long for the next one. A new sequence waits as long as the last probed one, the first
+not at all. There is no clock and no randomness.
 """
 
 from collections.abc import Sequence
