@@ -53,7 +53,7 @@ def _mechanisms() -> dict[str, Callable[[], Any]]:
         "no cost of each node": lambda: patch.object(search.Search, "growth_costs", without_node_costs),
         "no ending of trees": lambda: patch.object(search.Search, "growth_costs", without_growth_costs),
         "all sequences or none": lambda: patch.object(search.Search, "_fewer", keeps_all),
-        "a kind's acceptance alone": lambda: patch.object(acceptance, "_OWN_DECAY", 0.0),
+        "a kind's acceptance alone": lambda: patch.object(acceptance, "OWN_DECAY", 0.0),
     }
 
 

@@ -1,8 +1,8 @@
 """Estimates expected tokens, nodes and rounds of every tree on the menu, for each sequence, before anything is drafted.
 
-An Estimator does not know seconds. The one here keeps decaying counts. For trees without a least chance, accepted tokens are
-counted by depth. For noise-aware trees, the probabilities of their nodes are added up by least chance. One formula shrinks every
-estimate (`_shrunk`). The prior of a depth is the depth above it; the prior of a sequence is its kind (temperature and verifier).
+An Estimator does not know seconds. The one here keeps decaying counts. Trees that are chosen whole count accepted tokens by
+depth. Noise-aware trees add up the probabilities of their nodes by least chance. Every estimate is shrunk: the prior
+of a depth is the depth above it, the prior of a sequence is its kind (temperature and verifier).
 
 Shape key: B sequences, M entries of a menu, D depths, K entries with a least chance, T of them with evidence from a tree.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
-from math import inf, log
+from math import log
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,12 +25,11 @@ from selector.menu import Menu
 Array = NDArray[np.float64]
 
 _START_ACCEPTANCE = 0.5  # before any trial: high enough to be tried
-_TYPICAL = 0.7  # acceptance for which the widths of trees of their own shape are computed
-_START_TOKENS = 0.7  # of a noise-aware tree, for each factor of e between 1 and its least chance
+_TYPICAL = 0.7  # acceptance for which shapes and tokens of trees that find their own shape are computed
 _PRIOR_TRIALS = 3.0  # weight of a prior
-_KIND_DECAY, _OWN_DECAY = 0.998, 0.96  # of counts, at each later tree
+_KIND_DECAY, OWN_DECAY = 0.998, 0.96  # of counts, at each later tree
 _EDGE = 1e-3  # least distance of a rate from 0 and 1
-_WITHOUT_NODES = np.array([[1.0], [0.0], [1.0]])  # tokens, nodes, rounds of a noise-aware tree without likely nodes
+_LEAST_PRODUCT = np.finfo(np.float64).tiny
 
 
 class Estimates(NamedTuple):
@@ -65,82 +64,55 @@ def kind_of(sampling: SamplingParams, verifier: str) -> str:
     return f"{verifier} {band}"
 
 
-class _Rates(NamedTuple):
-    """Rates of a sequence or a kind: acceptance and availability of drafts by depth; tokens, nodes and rounds by least chance."""
-
-    accepted: list[float]
-    offered: list[float]
-    by_chance: list[list[float]]
-
-
 class _Counts:
-    """Decaying counts of a sequence or a kind, and the latest rates that follow from them."""
+    """Decaying counts of a sequence of a `kind`, or of a kind. `accepted_D` are the latest rates of acceptance that follow."""
 
-    def __init__(self, num_depths: int, num_chances: int, decay: float) -> None:
-        self.rates: _Rates | None = None
-        self._prior: _Rates | None = None  # of these rates; None if the counts have changed since
-        self._decay = decay
-        self._by_depth = np.zeros((4, num_depths))  # accepted, tried, offered, requested
-        self._by_chance = np.zeros((4, num_chances))  # tokens, nodes, rounds, trees
+    def __init__(self, accepted_D: list[float], num_chances: int, kind: "_Counts | None") -> None:
+        self.accepted_D, self.kind, self._decay = accepted_D, kind or self, OWN_DECAY if kind else _KIND_DECAY
+        self.by_depth = np.zeros((2, 2, len(accepted_D)))  # hits and trials of acceptance and of availability
+        self.by_chance = np.zeros((4, num_chances))  # tokens, nodes, rounds, trees
         self._accepted = self._expected = 0.0  # accepted nodes of noise-aware trees, and the sum of their probabilities
 
-    def add_depths(self, counts_4D: Array) -> None:
-        """Add a tree without a least chance."""
-        self._prior = None
-        self._by_depth *= self._decay
-        self._by_depth += counts_4D
+    @property
+    def reliability(self) -> float:
+        """Accepted over expected nodes of noise-aware trees."""
+        return (self._accepted + _PRIOR_TRIALS) / (self._expected + _PRIOR_TRIALS)
+
+    def add_depths(self, counts_22D: Array) -> None:
+        """Add a tree that was chosen whole."""
+        self.by_depth *= self._decay
+        self.by_depth += counts_22D
 
     def add_nodes(self, sums_4T: Array, num_accepted: int, expected: float) -> None:
         """Add a noise-aware tree. It has evidence for the first T least chances only."""
-        self._prior = None
-        part = self._by_chance[:, : sums_4T.shape[1]]
+        part = self.by_chance[:, : sums_4T.shape[1]]
         part *= self._decay
         part += sums_4T
         self._accepted = self._decay * self._accepted + num_accepted
         self._expected = self._decay * self._expected + expected
 
-    def rates_under(self, prior: _Rates, is_kind: bool) -> _Rates:
-        """Return the rates, shrunk towards `prior`. A kind's rates are scaled by accepted over expected nodes."""
-        if self.rates is None or self._prior is not prior:
-            accepted, tried, offered, requested = self._by_depth.tolist()
-            tokens, nodes, rounds, trees = self._by_chance.tolist()
-            share = (self._accepted + _PRIOR_TRIALS) / (self._expected + _PRIOR_TRIALS) if is_kind else 1.0
-            sums = [share * one for one in tokens], nodes, rounds
-            self._prior = prior
-            self.rates = _Rates(
-                _shrunk(accepted, tried, prior.accepted, 1.0 - _EDGE),
-                _shrunk(offered, requested, prior.offered, 1.0),
-                [_shrunk(one, trees, of_prior) for one, of_prior in zip(sums, prior.by_chance, strict=True)],
-            )
-        return self.rates
+
+def _rates(counts: Array, prior: Array) -> Array:
+    """Return hits over trials by depth, shrunk towards a prior that is scaled by the depth above over its prior."""
+    (hits, trials), above = counts, np.roll(prior, 1, axis=-1)
+    above[..., 0] = 1.0
+    rates = _followed(prior / above * _PRIOR_TRIALS / (trials + _PRIOR_TRIALS), hits / (trials + _PRIOR_TRIALS), 1.0)
+    return np.clip(rates, _EDGE, [[1.0 - _EDGE], [1.0]])
 
 
-def _shrunk(hits: list[float], trials: list[float], priors: list[float], most: float = inf) -> list[float]:
-    """Return hits over trials at each place, shrunk towards a scaled prior.
-
-    For rates (at most `most`) the scale is the rate of the depth above over its prior. For increments of a sum (no `most`) it is
-    the sum so far over its prior.
-    """
-    found: list[float] = []
-    total = before = _EDGE
-    for hit, trial, prior in zip(hits, trials, priors, strict=True):
-        rate = min(most, (hit + _PRIOR_TRIALS * min(most, prior * total / before)) / (trial + _PRIOR_TRIALS))
-        found.append(rate)
-        total, before = (total + rate, before + prior) if most == inf else (max(_EDGE, rate), prior)
-    return found
+def _sums(counts: Array, prior: Array) -> Array:
+    """Return sums up to each least chance, shrunk towards a prior whose increments are scaled as the sum so far."""
+    weights = 1.0 / (counts[:, 3:] + _PRIOR_TRIALS)
+    before = np.full_like(prior, _EDGE)
+    before[..., 1:] += prior[..., :-1]
+    growth = 1.0 + ((prior + _EDGE) / before - 1.0) * _PRIOR_TRIALS * weights
+    return _followed(growth, counts[:, :3] * weights, _EDGE) - _EDGE
 
 
-class _OwnCounts(NamedTuple):
-    """The counts of a sequence and of its kind, with the parameters that make up the kind."""
-
-    counts: _Counts
-    kind: _Counts
-    sampling: SamplingParams
-    verifier: str
-
-    def fits(self, view: SequenceView) -> bool:
-        """Return whether a view with the same id shows the same sequence."""
-        return self.verifier == view.verifier and (self.sampling is view.sampling or self.sampling == view.sampling)
+def _followed(factors: Array, added: Array, first: float) -> Array:
+    """Return x[i] = factors[i] x[i - 1] + added[i] along the last axis, with `first` before x[0]."""
+    products = np.maximum(factors.cumprod(-1), _LEAST_PRODUCT)
+    return np.asarray(products * (first + (added / products).cumsum(-1)))
 
 
 class CountedAcceptance:
@@ -153,11 +125,12 @@ class CountedAcceptance:
         if self._least != sorted(self._least, reverse=True):
             raise ValueError("the greatest least chance comes first")
         self._num_depths = max(1, menu.deepest)
-        self._start = _Rates([_START_ACCEPTANCE] * self._num_depths, [1.0] * self._num_depths, _start_of(by_chance))
+        self._start_2D = np.repeat([[_START_ACCEPTANCE], [1.0]], self._num_depths, axis=1)
+        self._start_3K = _start_of(by_chance)
         most = [(1.0 + one.max_depth, one.max_nodes, one.max_depth) for one in by_chance]
         self._most_3K = np.array(most, dtype=np.float64).reshape(-1, 3).T
         self._kinds: dict[str, _Counts] = {}
-        self._own: dict[str, _OwnCounts] = {}
+        self._own: dict[str, _Counts] = {}
         self._columns: dict[Menu, _MenuColumns] = {}
 
     def estimate(self, views: Sequence[SequenceView], menu: Menu | None = None) -> Estimates:
@@ -165,19 +138,24 @@ class CountedAcceptance:
         menu = menu or self._menu
         if menu not in self._columns:
             self._columns[menu] = _MenuColumns(menu, self._num_depths, self._least)
-        columns, rates = self._columns[menu], [self._rates_of(view) for view in views]
+        columns, own = self._columns[menu], [self._counts_of(view) for view in views]
         if len(self._own) > 2 * len(views) + 8:  # finished sequences
             present = {view.request_id for view in views}
             self._own = {name: own for name, own in self._own.items() if name in present}
         found_3BM = np.zeros((3, len(views), len(menu)))
         found_3BM[0] = 1.0
         if len(columns.by_chance):
-            by_chance_B3K = np.array([one.by_chance for one in rates]).cumsum(2) + _WITHOUT_NODES
-            by_chance_B3K = np.minimum(by_chance_B3K, self._most_3K)
-            found_3BM[:, :, columns.by_chance] = by_chance_B3K.transpose(1, 0, 2)[:, :, columns.chance_places]
+            of_kinds_B4K = np.array([one.kind.by_chance for one in own])
+            of_kinds_B4K[:, 0] *= [[one.kind.reliability] for one in own]
+            sums_B3K = _sums(np.array([one.by_chance for one in own]), _sums(of_kinds_B4K, self._start_3K))
+            sums_B3K[:, ::2] += 1.0  # a tree without nodes still has the extra token, after a round
+            found_3BM[:, :, columns.by_chance] = np.minimum(sums_B3K, self._most_3K).swapaxes(0, 1)[..., columns.chance_places]
         if len(columns.by_depth):
-            accepted_BD, offered_BD = np.array([(one.accepted, one.offered) for one in rates]).swapaxes(0, 1)
-            found_3BM[:, :, columns.by_depth] = columns.expected(accepted_BD, offered_BD)
+            rates_B2D = _rates(np.array([one.kind.by_depth for one in own]).swapaxes(0, 1), self._start_2D)
+            rates_B2D = _rates(np.array([one.by_depth for one in own]).swapaxes(0, 1), rates_B2D)
+            for one, accepted_D in zip(own, rates_B2D[:, 0].tolist(), strict=True):
+                one.accepted_D = accepted_D
+            found_3BM[:, :, columns.by_depth] = columns.expected(*rates_B2D.swapaxes(0, 1))
         return Estimates(*found_3BM)
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
@@ -191,7 +169,7 @@ class CountedAcceptance:
             elif self._least:
                 self._observe_nodes(own, outcome, outcome.nodes)
 
-    def _observe_depths(self, own: _OwnCounts, outcome: DraftOutcome) -> None:
+    def _observe_depths(self, own: _Counts, outcome: DraftOutcome) -> None:
         """Count trials by depth. If all K siblings are rejected, that is K misses. If one is accepted, it is a part of a hit.
 
         The part keeps the rate: E[hits] = a E[trials] under P(any) = 1 - (1 - a)^K.
@@ -201,18 +179,17 @@ class CountedAcceptance:
         drafted = outcome.drafted_depth
         if not outcome.expansion.is_delayed and drafted < requested:
             drafted -= 1  # the last round found nothing
-        counts_4D = np.zeros((4, self._num_depths))
-        rates = (own.counts.rates or self._start).accepted
+        counts_22D = np.zeros((2, 2, self._num_depths))
         for depth, width in enumerate(widths[: min(accepted + 1, requested)]):
-            rate, is_hit = rates[depth], depth < accepted
+            rate, is_hit = own.accepted_D[depth], depth < accepted
             part = width * rate * (1.0 - rate) ** (width - 1.0) / (1.0 - (1.0 - rate) ** width) if is_hit else width
-            counts_4D[:2, depth] = part * is_hit, part
-        counts_4D[2, : max(0, min(drafted, requested))] = 1.0
-        counts_4D[3, : max(1, min(drafted + 1, requested))] = 1.0
-        for counts in (own.counts, own.kind):
-            counts.add_depths(counts_4D)
+            counts_22D[:, 0, depth] = part * is_hit, part
+        counts_22D[0, 1, : max(0, min(drafted, requested))] = 1.0
+        counts_22D[1, 1, : max(1, min(drafted + 1, requested))] = 1.0
+        for counts in (own, own.kind):
+            counts.add_depths(counts_22D)
 
-    def _observe_nodes(self, own: _OwnCounts, outcome: DraftOutcome, nodes: NodeChances) -> None:
+    def _observe_nodes(self, own: _Counts, outcome: DraftOutcome, nodes: NodeChances) -> None:
         """Add up nodes between one least chance and the next. A tree has no evidence of nodes below its own bound.
 
         If a request's bound cut the tree, it is evidence for that sequence only, whose later trees are cut too.
@@ -234,19 +211,18 @@ class CountedAcceptance:
         if not sums:
             return
         expected = sum(nodes.chances)
-        for counts in (own.counts,) if is_cut else (own.counts, own.kind):
+        for counts in (own,) if is_cut else (own, own.kind):
             counts.add_nodes(np.array(sums).T, len(nodes.accepted), expected)
 
-    def _rates_of(self, view: SequenceView) -> _Rates:
-        """Return a sequence's rates. A sequence that is new, or whose id is used again, begins with empty counts."""
-        own = self._own.get(view.request_id)
-        if own is None or not view.num_generated or not own.fits(view):
-            size, name = (self._num_depths, len(self._least)), kind_of(view.sampling, view.verifier)
+    def _counts_of(self, view: SequenceView) -> _Counts:
+        """Return a sequence's counts. A sequence that is new, or whose id is used again, begins with empty ones."""
+        own, name = self._own.get(view.request_id), kind_of(view.sampling, view.verifier)
+        if own is None or not view.num_generated or own.kind is not self._kinds.get(name):
+            size = self._start_2D[0].tolist(), len(self._least)
             if name not in self._kinds:
-                self._kinds[name] = _Counts(*size, _KIND_DECAY)
-            own = _OwnCounts(_Counts(*size, _OWN_DECAY), self._kinds[name], view.sampling, view.verifier)
-            self._own[view.request_id] = own
-        return own.counts.rates_under(own.kind.rates_under(self._start, is_kind=True), is_kind=False)
+                self._kinds[name] = _Counts(*size, None)
+            own = self._own[view.request_id] = _Counts(*size, self._kinds[name])
+        return own
 
 
 class _MenuColumns:
@@ -314,11 +290,11 @@ def best_reach(expansion: Expansion, acceptance: float) -> list[float]:
     return reach
 
 
-def _start_of(entries: Sequence[Expansion]) -> list[list[float]]:
-    """Return tokens, nodes and rounds that each entry adds to the one before, without any evidence, [3, K].
+def _start_of(entries: Sequence[Expansion]) -> Array:
+    """Return tokens, nodes and rounds up to each entry's least chance, without any evidence, [3, K].
 
     Nodes of any probability add as many tokens as nodes of half that probability, since there are twice as many of these.
     """
-    least_K = np.array([1.0, *(one.least_chance for one in entries)])
-    tokens_K, nodes_K = -_START_TOKENS * np.log(least_K), _START_TOKENS * (1.0 / least_K - 1.0)
-    return [np.diff(up_to_K).tolist() for up_to_K in (tokens_K, nodes_K, 2.0 * tokens_K)]
+    least_K = np.array([entry.least_chance for entry in entries])
+    tokens_K, nodes_K = -_TYPICAL * np.log(least_K), _TYPICAL * (1.0 / least_K - 1.0)
+    return np.stack([tokens_K, nodes_K, 2.0 * tokens_K])

@@ -5,16 +5,16 @@ target's pass over N packed tokens is a piecewise linear curve T(N): flat, then 
 keys and scores add to it. Drafting adds up rounds of growth, passes of the draft model, tokens fed to it and keys that its
 passes read.
 
-A Kalman filter learns relative errors x of the coefficients: coefficient = prior x (1 + x). The prior covariance describes how
-machines change. A slower machine is slower in everything (the common part). Slower memory makes a step cost more, but hides
-more products behind reading, so tokens cost less up to the roofline's corner (the memory part). Unseen coefficients follow
-these parts. Outliers are clipped: a step during which another program ran counts no more than a slow one. Two outliers in a row
-mean that the filter is wrong, for example after a disturbed profile. It then becomes less certain.
+A Kalman filter learns relative errors x of the coefficients: coefficient = prior x (1 + x). A slower machine is slower in
+everything, so errors have a common part, which unseen coefficients follow. Outliers are clipped: a step during which another
+program ran counts no more than a slow one. Two outliers in a row mean that the filter is wrong, for example after a disturbed
+profile. Then it is as uncertain as at the start.
 
 Shape key: K coefficients, F features of one part, C steps. Units: seconds.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import inf, isfinite
 from operator import mul
 
@@ -28,26 +28,22 @@ Array = NDArray[np.float64]
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of packed tokens between which T(N) is a line
 KNOTS_F = np.array(KNOTS, dtype=np.float64)
 _WIDTHS = np.diff(KNOTS_F)
-_SEGMENTS = tuple(zip(KNOTS, (*KNOTS[1:], inf), strict=True))
+_SEGMENTS = tuple(pairwise((*KNOTS, inf)))
 REST_COEFFICIENTS = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn", "key", "score")
 DRAFT_COEFFICIENTS = ("round", "pass", "draft_token", "pass_key")
 _NAMES = (*REST_COEFFICIENTS, *DRAFT_COEFFICIENTS)
 NUM_REST, _NUM_DRAFT = len(REST_COEFFICIENTS), len(DRAFT_COEFFICIENTS)
-_REST, _DRAFTING = range(2)  # parts of a step
 KEYS = 1000.0  # keys and scores are counted in thousands, so that all features have a similar size
 
 # Without a profile a token costs 2 % of a step, and a round with its pass 10 %. The first step sets the scale.
 GENERIC_REST = (1.0, *(0.02,) * len(KNOTS), 0.002, 0.002, 0.01, 0.01)
 GENERIC_DRAFT = (0.01, 0.09, 0.005, 0.005)
 
-_COMMON_VARIANCE, _MEMORY_VARIANCE, _OWN_VARIANCE = 0.75, 0.25, 0.09
-_MEMORY_BOUND = ("step", "key", "pass", "pass_key")  # coefficients of reading memory
+_COMMON_VARIANCE, _OWN_VARIANCE = 0.75, 0.2  # of relative errors before any step: of all coefficients together, of each alone
 FORGETTING = 0.9995  # factor of the covariance at each step; the prior covariance fills the rest
 NOISE = 0.15  # standard deviation of a step's seconds, relative
 MOST_SIGMAS = 2.5  # beyond which a step is an outlier
 LEAST_FACTOR = 0.002  # lower bound of a coefficient, as a share of its prior
-FORGOTTEN = 0.5  # share of the learned certainty that a repeated outlier removes
-_PULL = 1e-5  # weight of the generic coefficients in a fit
 
 
 def rest_features(work: StepWork) -> list[float]:
@@ -74,9 +70,9 @@ class CostModel:
         if not np.isfinite(self._prior_K).all() or (self._prior_K <= 0.0).any():
             raise ValueError("coefficients must be positive")
         self._error_K = np.zeros(len(_NAMES))
-        self._prior_KK = _prior_covariance(self._prior_K)
+        self._prior_KK = _COMMON_VARIANCE + _OWN_VARIANCE * np.eye(len(_NAMES))
         self._covariance_KK = self._prior_KK.copy()
-        self._was_clipped = [False, False]  # the rest, drafting
+        self._was_clipped = {"rest": False, "drafting": False}
         self._update()
 
     def _update(self) -> None:
@@ -106,18 +102,13 @@ class CostModel:
         if not self._has_scale and rest_s > 0.0:
             self._prior_K *= (draft_s + rest_s) / self.step_s(work)
             self._has_scale = True
-        self._forget(1.0 - FORGETTING)
-        self._correct(_REST, [*rest_features(work), *(0.0,) * _NUM_DRAFT], rest_s)
+        self._covariance_KK = FORGETTING * self._covariance_KK + (1.0 - FORGETTING) * self._prior_KK
+        self._correct("rest", [*rest_features(work), *(0.0,) * _NUM_DRAFT], rest_s)
         if work.num_passes or work.num_rounds:
-            self._correct(_DRAFTING, [*(0.0,) * NUM_REST, *draft_features(work)], draft_s)
+            self._correct("drafting", [*(0.0,) * NUM_REST, *draft_features(work)], draft_s)
         self._update()
 
-    def _forget(self, share: float) -> None:
-        """Move the covariance towards the prior's by this share."""
-        self._covariance_KK *= 1.0 - share
-        self._covariance_KK += share * self._prior_KK
-
-    def _correct(self, part: int, features: Sequence[float], measured_s: float) -> None:
+    def _correct(self, part: str, features: Sequence[float], measured_s: float) -> None:
         """Update the filter from the measured seconds of one part of a step."""
         weights_K = np.array(features) * self._prior_K
         scale_s = float(weights_K.sum())
@@ -132,33 +123,11 @@ class CostModel:
         bound = MOST_SIGMAS * variance**0.5
         is_clipped = abs(surprise) > bound
         if is_clipped and self._was_clipped[part]:
-            # Towards the prior, so that the variance of unseen coefficients stays bounded.
-            self._forget(FORGOTTEN)
+            self._covariance_KK = self._prior_KK.copy()
         self._was_clipped[part] = is_clipped
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))
         self._covariance_KK -= gain_K[:, None] * towards_K
-
-
-def _prior_covariance(prior_K: Array) -> Array:
-    """Return the covariance of the coefficients' relative errors before any step, [K, K]."""
-    slower_K = _by_slower_memory(prior_K)
-    common_KK = np.full((len(prior_K), len(prior_K)), _COMMON_VARIANCE)
-    return common_KK + _MEMORY_VARIANCE * np.outer(slower_K, slower_K) + _OWN_VARIANCE * np.eye(len(prior_K))
-
-
-def _by_slower_memory(prior_K: Array) -> Array:
-    """Return each coefficient's relative change for a relative slowdown of memory, [K].
-
-    Memory-bound coefficients grow by the slowdown. Tokens up to the roofline's corner get cheaper, so that a pass at the corner
-    takes as long as before. At the corner computing the tokens takes as long as reading, or it is the last knot.
-    """
-    step, slopes_F = prior_K[0], prior_K[1 : 1 + len(KNOTS)]
-    added = np.cumsum(slopes_F[:-1] * _WIDTHS)  # by tokens up to each knot but the first
-    corner = min(int(np.searchsorted(added, step)), len(added) - 1)
-    slower_K = np.isin(_NAMES, _MEMORY_BOUND).astype(np.float64)
-    slower_K[1 : 2 + corner] = -min(1.0, step / added[corner])
-    return slower_K
 
 
 def fitted_coefficients(features: Sequence[Sequence[float]], seconds_C: Array, generic: Sequence[float]) -> list[float]:
@@ -170,7 +139,7 @@ def fitted_coefficients(features: Sequence[Sequence[float]], seconds_C: Array, g
     features_CF, generic_F = np.array(features), np.array(generic)
     generic_F = generic_F * float(np.median(seconds_C / (features_CF @ generic_F)))
     weighted_CF = features_CF * generic_F / seconds_C[:, None]
-    pull = _PULL * len(seconds_C)
+    pull = LEAST_FACTOR**2 * len(seconds_C)
     gram_FF = weighted_CF.T @ weighted_CF + pull * np.eye(len(generic_F))
     wanted_F = weighted_CF.sum(0) + pull
     factors_F = np.ones(len(generic_F))

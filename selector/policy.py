@@ -15,19 +15,14 @@ from numpy.typing import NDArray
 
 from engine.core.policy import ExpansionChoice, Reason, SequenceView, StepFeedback, StepWork, composition_of
 from engine.core.tree import PLAIN, Expansion
-from selector.acceptance import Estimates, Estimator
+from selector.acceptance import OWN_DECAY, Estimates, Estimator
 from selector.cost import CostModel
 from selector.menu import Menu, fed_share
-from selector.probes import Probes
+from selector.probes import REUSED_STEPS, Probes
 from selector.search import BatchLoad, Search, Step
 
-REUSED_STEPS = 8  # of a choice with drafts while the batch is the same
 _MARGIN = 1.1  # to begin drafting: additional tokens over those of plain decoding in the same seconds; 1 to continue
-_FIRST_CORRECTIONS = 48  # steps, all of which correct costs; later probes do, and every:
-_CORRECTION_EVERY = 16
-_KEEPS_UP_SHARE = 0.002  # of a plain step's seconds, to feed drafters while sequences decode plainly
-_KEEPS_UP_STEPS = 32  # plain steps from one such pass to the next (engine.scheduler.scheduler)
-_MEMORY = 0.95  # decay of moving averages at each step
+_FIRST_CORRECTIONS = 48  # steps, all of which correct costs; later probes do, and a step of each reused choice
 
 
 @dataclass(frozen=True)
@@ -51,15 +46,13 @@ class _PolicyBatch:
 class AdaptiveExpansion:
     """Chooses each step's expansions from a menu. Raises ArithmeticError if an estimate is not finite.
 
-    A token that is fed to the drafter without a query for its distribution costs `fed_only_share` of a queried one. The menu
-    has trees on which the server's verifier is exact. A sequence with another verifier gets the entries on which that one is
-    exact.
+    The menu has trees on which the server's verifier is exact. A sequence with another verifier gets the entries on which that
+    one is exact.
     """
 
-    def __init__(self, menu: Menu, estimator: Estimator, costs: CostModel, fed_only_share: float = 1.0) -> None:
+    def __init__(self, menu: Menu, estimator: Estimator, costs: CostModel) -> None:
         self.name = f"adaptive up to {replace(menu.entries[-1], least_chance=0.0)}"
         self._menu, self._estimator, self._costs = menu, estimator, costs
-        self._fed_only_share = fed_only_share
         self._probes = Probes()
         self._reason = Reason.PLAIN_IS_BEST
         self._without_probe: Step | None = None  # the step under way without its probe
@@ -98,7 +91,7 @@ class AdaptiveExpansion:
         self._num_steps += 1
         self._probes.save(feedback.draft_s + feedback.rest_s)
         is_probe = bool(self._probes.probed)
-        corrects_costs = is_probe or self._num_steps <= _FIRST_CORRECTIONS or self._num_steps % _CORRECTION_EVERY == 0
+        corrects_costs = is_probe or self._num_steps <= _FIRST_CORRECTIONS or self._num_steps % REUSED_STEPS == 0
         if feedback.has_drafted or corrects_costs:
             self._unlearned.append((feedback, corrects_costs and not feedback.has_prefill))
         if is_probe:
@@ -111,12 +104,12 @@ class AdaptiveExpansion:
         if not feedback.has_drafted:
             return
         if not feedback.has_prefill and len(outcomes) == feedback.num_rows:
-            self._num_passes = _MEMORY * self._num_passes + (1.0 - _MEMORY) * feedback.num_passes
-            self._num_rounds = _MEMORY * self._num_rounds + (1.0 - _MEMORY) * feedback.num_rounds
+            self._num_passes = OWN_DECAY * self._num_passes + (1.0 - OWN_DECAY) * feedback.num_passes
+            self._num_rounds = OWN_DECAY * self._num_rounds + (1.0 - OWN_DECAY) * feedback.num_rounds
         self._estimator.observe(outcomes)
         for one in outcomes if self._own_tokens else ():
             if (known := self._own_tokens.get(one.request_id)) is not None:
-                self._own_tokens[one.request_id] = _MEMORY * known + (1.0 - _MEMORY) * (1.0 + one.accepted_depth)
+                self._own_tokens[one.request_id] = OWN_DECAY * known + (1.0 - OWN_DECAY) * (1.0 + one.accepted_depth)
 
     def _end_probe(self, feedback: StepFeedback) -> None:
         """Charge the probe under way. It costs nothing if cached text was drafted instead, or a prompt was fed."""
@@ -167,15 +160,13 @@ class AdaptiveExpansion:
             expansions[index] = batch.menu.entries[place]
         num_sharing = len(step.places) if reason is Reason.PROBE else sum(map(bool, step.places))
         growth_costs = search.growth_costs(step, num_sharing)
-        fed_s = len(views) * self._fed_only_share * self._costs.coefficients["draft_token"]
-        keeps_up_s = fed_s + self._costs.pass_s(batch.load.base.num_keys) / _KEEPS_UP_STEPS
         return ExpansionChoice(
             expansions=tuple(expansions),
             reason=reason,
             speedup=step.rate / search.plain.rate,
             step_s=step.seconds,
             growth_costs=replace(growth_costs, nodes=()) if reason is Reason.PROBE else growth_costs,
-            keeps_up=keeps_up_s <= _KEEPS_UP_SHARE * search.plain.seconds,
+            keeps_up=False,  # a probe feeds what the drafter lacks
             num_steps=num_steps,
         )
 

@@ -1,9 +1,10 @@
-"""Decides when to probe: to draft a tree that is not estimated to be best, since only drafts give evidence of acceptance. A probe
-is one step with a tree for the sequences that are due: any tree for plain sequences, a larger tree for drafting sequences. An
-account limits the cost. Every step adds a small share of its seconds to the account, and a probe is charged with its measured
-loss. A full account pays for any probe, because the estimated cost may be wrong. After a probe without an accepted token the
-interval to the next probe doubles. A new sequence has the interval of the last probed sequence. There is no clock and no
-randomness.
+"""Decides when to probe: to draft a tree that does not look best, since only drafts give evidence of acceptance.
+
+A probe is one step with a tree for the sequences that are due: some tree for plain sequences, a larger one for drafting ones.
+An account pays for it. Every step adds a small share of its seconds to the account, and a probe is charged with what it
+measurably lost. A full account pays for any probe, because the estimated cost may be wrong. A sequence whose probe had no
+accepted token waits twice as long for the next one. A new sequence waits as long as the last probed one, the first
+not at all. There is no clock and no randomness.
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ from math import inf
 
 from engine.core.policy import DraftOutcome, SequenceView
 
-_SHARE = 0.005  # largest share of all seconds for probes
-_SHORTEST, _LONGEST = 8, 64  # interval: tokens of a sequence between its probes
-_MOST_SAVED_STEPS = 2.0  # most seconds of the account, in plain steps
-_MOST_LOST_STEPS = 16.0  # largest charge, in plain steps: a step may be long because another program ran
+_SHARE = 0.004  # of all seconds, at most, for probes
+REUSED_STEPS = 12  # of a choice with drafts while the batch is the same, and of a plain sequence that accepts its probes
+_LONGEST = 64  # tokens of a sequence between its probes
+_MOST_SAVED_STEPS = 2.0  # plain steps' seconds that the account holds
+_MOST_LOST_STEPS = 16.0  # bound of a charge: a step may be long because another program ran
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Probes:
     def __init__(self) -> None:
         self.probed: set[str] = set()
         self._saved_s = self._most_s = inf  # until the first step is known
-        self._interval = _SHORTEST  # of a new sequence
+        self._interval = 0  # of a new sequence
         self._waits: dict[str, _Wait] = {}
 
     def save(self, step_s: float) -> None:
@@ -64,7 +66,7 @@ class Probes:
         for row, (view, plain) in enumerate(zip(views, is_plain, strict=True)):
             wait = self._waits.get(view.request_id)
             if wait is None or wait.is_plain != plain or wait.since > view.num_generated:
-                interval = _LONGEST if not plain else self._interval if wait is None else _SHORTEST
+                interval = _LONGEST if not plain else self._interval if wait is None else REUSED_STEPS
                 wait = _Wait(plain, interval, view.num_generated)
             waits[view.request_id] = wait
             left = wait.since + wait.interval - view.num_generated
@@ -94,6 +96,6 @@ class Probes:
             wait = self._waits.get(outcome.request_id)
             if outcome.request_id not in self.probed or outcome.expansion.is_plain or wait is None or not wait.is_plain:
                 continue
-            wait.interval = _SHORTEST if outcome.accepted_depth else min(_LONGEST, 2 * wait.interval)
+            wait.interval = REUSED_STEPS if outcome.accepted_depth else min(_LONGEST, max(REUSED_STEPS, 2 * wait.interval))
             self._interval = wait.interval
         self.probed.clear()

@@ -11,10 +11,10 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
-from math import isfinite
-from typing import Any, Protocol
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from engine.core.config import SchedulerConfig
@@ -31,9 +31,8 @@ _VERSION = 4  # of the file and of the meaning of its coefficients
 _BUDGET_S = 6.0
 _SHORT, _LONG = 64, 768  # tokens of context
 _FEWEST_SIZES = 4
-_CHAINS = (1, 2, 4)  # lengths drafted in real steps, alternating
+_CHAINS = (1, 2, 4)  # lengths drafted in real steps, alternating; for the first and the last number of sequences
 _ROUNDS = 5  # over these; the first is a warm-up
-_MANY_ROWS = 4
 _MOST_MEASURED = 2  # starts that measure on a machine that is never quiet
 _STEADY = 1.3  # largest ratio of the median to the least time of a size
 
@@ -49,11 +48,6 @@ class Bench(Protocol):
     @property
     def facts(self) -> dict[str, str]:
         """Everything that a time depends on."""
-        ...
-
-    @property
-    def fed_only_share(self) -> float:
-        """The drafter's cost of a token that is fed without a query, as a share of the cost of a queried one."""
         ...
 
     def time_pass(self, size: PassSize) -> tuple[StepWork, float]:
@@ -76,6 +70,7 @@ class Profile:
     draft: tuple[float, ...]
     is_sound: bool = True
     num_measured: int = 1
+    version: int = _VERSION
 
     def costs(self) -> CostModel:
         """Return a cost model with these coefficients."""
@@ -83,27 +78,19 @@ class Profile:
 
     def as_text(self, facts: dict[str, str]) -> str:
         """Return the file's text. The facts are for readers only."""
-        found = {"version": _VERSION, "rest": self.rest, "draft": self.draft, "is_sound": self.is_sound}
-        found |= {"num_measured": self.num_measured, "facts": facts}
-        return json.dumps(found, indent=1)
+        return msgspec.json.format(msgspec.json.encode(asdict(self) | {"facts": facts}).decode())
 
     @classmethod
     def from_text(cls, text: str) -> "Profile":
         """Read the text of `as_text`; raise ValueError if it is something else."""
-        found = json.loads(text)
-        if not isinstance(found, dict) or found.get("version") != _VERSION:
+        try:
+            found = msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(str(error)) from error
+        if found.version != _VERSION:
             raise ValueError(f"no profile of version {_VERSION}")
-        rest, draft = found.get("rest"), found.get("draft")
-        if not (_are_coefficients(rest, len(GENERIC_REST)) and _are_coefficients(draft, len(GENERIC_DRAFT))):
-            raise ValueError("no coefficients")
-        num_measured = found.get("num_measured", 1)
-        if not isinstance(num_measured, int):
-            raise ValueError("no number of measurements")
-        return cls(tuple(found["rest"]), tuple(found["draft"]), found.get("is_sound", True) is True, num_measured)
-
-
-def _are_coefficients(found: Any, count: int) -> bool:
-    return isinstance(found, list) and len(found) == count and all(isinstance(one, float) and isfinite(one) for one in found)
+        found.costs()  # checks the coefficients
+        return found
 
 
 def grid(limits: SchedulerConfig) -> list[PassSize]:
@@ -175,7 +162,7 @@ def _drafted(bench: Bench, budget_s: float) -> list[list[StepFeedback]]:
     expansions = [Expansion(length, 1, 0) for length in _CHAINS] * _ROUNDS
     num_prompt = min(_SHORT, max(1, limits.max_model_len // 4))
     num_tokens = num_prompt + sum(2 + one.max_depth for one in expansions)
-    for num_rows in (1, _MANY_ROWS):
+    for num_rows in (_CHAINS[0], _CHAINS[-1]):
         has_room = num_tokens <= limits.max_model_len and num_rows * num_tokens <= limits.num_slots
         spent_s = sum(step.draft_s + step.rest_s for steps in drafted for step in steps)
         if not has_room or num_rows > limits.max_running or spent_s > budget_s / 2:

@@ -116,7 +116,7 @@ class Search:
         sizes_N = num_tokens + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
         tokens_s_N = self._costs.tokens_s(sizes_N + others_Z[:, None]).mean(0)
         nodes_N = np.maximum((own_s + np.diff(tokens_s_N)) * rate, self._menu.least_chance)
-        return GrowthCosts(node_s * rate, level_s * rate, tuple(never_less(nodes_N.tolist())))
+        return GrowthCosts(node_s * rate, level_s * rate, tuple(never_less(nodes_N.round(9).tolist())))
 
     def _alike(self, kept: Sequence[int]) -> Places:
         """Return candidates for each entry, [C, B]: all sequences that may have it do, then the best half, quarter and so on.
@@ -176,6 +176,8 @@ def never_less(costs: list[float]) -> list[float]:
 
     A node that costs more than the next nodes is only taken together with them. Each gets their mean cost.
     """
+    if costs == sorted(costs):
+        return costs
     blocks: list[tuple[float, int]] = []
     for cost in costs:
         mean, count = cost, 1

@@ -96,7 +96,7 @@ class FrontierNode:
 
 @dataclass(frozen=True, slots=True)
 class ModelPasses:
-    """Passes of a draft model, and the tokens fed in them. Tokens without a proposal may weigh less (FeedsForLess)."""
+    """Passes of a draft model, and the tokens fed in them. Tokens without a proposal may weigh less."""
 
     num_passes: int = 0
     num_fed: float = 0
@@ -179,18 +179,6 @@ class Drafter(Protocol):
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Feed the frontier's nodes and propose for each. A tree's nodes are neighbours, ancestors first."""
         ...
-
-
-@runtime_checkable
-class FeedsForLess(Protocol):
-    """A drafter for which a token without a proposal costs only `fed_only_share` of a token with one."""
-
-    fed_only_share: float
-
-
-def fed_only_share_of(drafter: Drafter | None) -> float:
-    """Return the drafter's share, 1 by default: most drafters take equally long for both."""
-    return drafter.fed_only_share if isinstance(drafter, FeedsForLess) else 1.0
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from engine.core.policy import ExpansionChoice, PassSize, SequenceView, StepFeed
 from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import Expansion, TokenTree
 from engine.core.types import ModelInfo, Request, SamplingParams
-from engine.draft.drafter import Drafter, fed_only_share_of
+from engine.draft.drafter import Drafter
 from engine.engine import Engine
 from engine.model.target import Target
 from engine.native import library
@@ -57,7 +57,7 @@ class StepTimer:
             "processor": library.processor() if info.device == "cpu" else torch.cuda.get_device_name(info.device),
             "num_processors": str(os.cpu_count()),
             "num_threads": str(library.num_threads()),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "passes": library.digest() if self._target.model.native is not None else self._target.method,
             "dtype": info.dtype,
             "target": self._target.model.description,
@@ -65,11 +65,6 @@ class StepTimer:
             "drafter_weights": self._drafter_weights,
             "verifier": info.verifier,
         }
-
-    @property
-    def fed_only_share(self) -> float:
-        """The drafter's cost of a fed token without logits, as a share of the cost of a token with logits."""
-        return fed_only_share_of(self._drafter)
 
     def time_pass(self, size: PassSize) -> tuple[StepWork, float]:
         """Return the work of a pass of this size, and the seconds of the pass and its judgement."""

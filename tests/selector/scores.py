@@ -45,11 +45,10 @@ def adaptive(
     kind: type[AdaptiveExpansion] = AdaptiveExpansion,
     estimator: Estimator | None = None,
     slower: float = 1.0,
-    fed_only_share: float = 1.0,
 ) -> AdaptiveExpansion:
     """Return a policy with a profile of the machine."""
     costs = CostModel(*coefficients_of(machine, slower))
-    return kind(menu, estimator or CountedAcceptance(menu), costs, fed_only_share=fed_only_share)
+    return kind(menu, estimator or CountedAcceptance(menu), costs)
 
 
 def texts_of(chance: float, num_texts: int) -> list[Text]:

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_unknown_machine_is_learnt():
 
 
 def test_noise_and_outliers_do_little_harm():
-    assert worst_error(taught(CostModel(), 400, noise=0.15, outliers=0.05)) < 0.2
+    assert worst_error(taught(CostModel(), 400, noise=0.15, outliers=0.1)) < 0.2
 
 
 def test_costs_follow_a_slower_machine():
@@ -77,43 +77,8 @@ def test_costs_follow_a_slower_machine():
 
 def test_own_errors_alone_would_not_follow(monkeypatch):
     monkeypatch.setattr(cost, "_COMMON_VARIANCE", 0.0)
-    monkeypatch.setattr(cost, "_MEMORY_VARIANCE", 0.0)
     with pytest.raises(AssertionError):
         test_costs_follow_a_slower_machine()
-
-
-def roofline_s(one: StepWork, memory_s: float) -> float:
-    """Return the seconds of a machine that multiplies while it reads: what takes longer counts, and a third of the other."""
-    product_s = 0.001 * one.num_tokens
-    return max(memory_s, product_s) + min(memory_s, product_s) / 3
-
-
-def rise_where_memory_is_slow() -> float:
-    """Return what a step of 8 tokens is thought to take more than one of a token, over what it does, after small steps alone."""
-
-    def fitted(memory_s: float) -> list[float]:
-        ones = [work(tokens) for tokens in (1, 2, 4, 8, 16, 32, 64) for _ in range(2)]
-        return fitted_coefficients(
-            [*map(rest_features, ones)], np.array([roofline_s(one, memory_s) for one in ones]), GENERIC_REST
-        )
-
-    costs, chance = CostModel(fitted(0.010), [1e-6] * 4), random.Random(5)
-    for _ in range(40):
-        one = work(chance.choice([1, 2, 2, 3]))
-        costs.observe(one, 0.0, roofline_s(one, 0.018) * math.exp(chance.gauss(0.0, 0.05)))
-    return (predicted(costs, work(8)) - predicted(costs, work(1))) / (roofline_s(work(8), 0.018) - roofline_s(work(1), 0.018))
-
-
-def test_tokens_hidden_by_memory_stay_cheap():
-    """Small steps take 1.6 times as long, because reading does; tokens more would cost less than before."""
-    assert 0.7 < rise_where_memory_is_slow() < 1.5
-
-
-def test_common_errors_alone_make_tokens_expensive(monkeypatch):
-    monkeypatch.setattr(cost, "_MEMORY_VARIANCE", 0.0)
-    monkeypatch.setattr(cost, "_COMMON_VARIANCE", 1.0)
-    with pytest.raises(AssertionError):
-        test_tokens_hidden_by_memory_stay_cheap()
 
 
 def test_without_a_bound_outliers_lead_astray(monkeypatch):
@@ -159,8 +124,14 @@ def test_disturbances_teach_nothing_of_unseen_work():
 
 
 def test_ever_less_sure_filter_is_detected(monkeypatch):
-    """To grow what it is unsure of, each time, leaves no bound; in the end no variance is one."""
-    monkeypatch.setattr(cost, "FORGOTTEN", -1.0)
+    """A filter that begins with ever larger variances has no bound; in the end no variance is one."""
+    begin = CostModel._correct
+
+    def correct(self: CostModel, part: str, features: Sequence[float], measured_s: float) -> None:
+        self._prior_KK = 1.5 * self._covariance_KK
+        begin(self, part, features, measured_s)
+
+    monkeypatch.setattr(CostModel, "_correct", correct)
     with pytest.raises((AssertionError, TypeError)):
         check_share()
 

@@ -21,8 +21,8 @@ from selector.acceptance import CountedAcceptance, Estimates
 from selector.cost import CostModel
 from selector.guard import GuardedPolicy
 from selector.menu import Menu, menu_for_all
-from selector.policy import REUSED_STEPS, AdaptiveExpansion
-from selector.probes import Probes
+from selector.policy import AdaptiveExpansion
+from selector.probes import REUSED_STEPS, Probes
 from selector.search import Search
 from tests.selector import scores
 from tests.selector.machine import Machine, Text, fixed_rate, flat, run
@@ -116,7 +116,7 @@ def test_useless_drafter_kills(mutant):
 
 def test_first_steps_with_it_are_few():
     ran = run(adaptive(DEAR), DEAR, texts_of(0.0, 1), 100)
-    assert sum(not choice[0].is_plain for choice in ran.choices) <= 12
+    assert sum(not choice[0].is_plain for choice in ran.choices) <= REUSED_STEPS + 4
 
 
 def test_unlikely_nodes_leave_plain_decoding():
@@ -131,12 +131,12 @@ def num_changes() -> int:
 
 
 def test_policy_does_not_flap():
-    assert num_changes() < 35
+    assert num_changes() < 25
 
 
 def test_choosing_each_step_would_flap(monkeypatch):
     monkeypatch.setattr("selector.policy.REUSED_STEPS", 1)
-    assert num_changes() > 35
+    assert num_changes() > 25
 
 
 def test_wrong_profile_is_found_out():
@@ -318,11 +318,12 @@ def test_rows_without_room_stay_plain():
     assert [one.is_plain for one in choice.expansions] == [True, False, True, False]
 
 
-@pytest.mark.parametrize(("fed_only_share", "machine"), [(0.2, CHEAP), (1.0, CHEAP), (0.2, DEAR)])
-def test_drafters_keep_up_where_cheap(fed_only_share, machine):
-    text, policy = Text(flat(0.0), fed_only_share=fed_only_share), adaptive(machine, fed_only_share=fed_only_share)
-    run(policy, machine, [text], 100)
-    assert policy.choose([text.view("0")]).keeps_up == (fed_only_share < 1.0 and machine is CHEAP)
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+def test_drafters_of_plain_rows_are_not_fed(chance):
+    """Steps that drafted nothing once fed a cheap drafter now and then: a plain step paid for drafts that it did not have."""
+    text, policy = Text(flat(chance)), adaptive(CHEAP)
+    run(policy, CHEAP, [text], 100)
+    assert not policy.choose([text.view("0")]).keeps_up
 
 
 PREDICTED = {

@@ -40,7 +40,6 @@ class PaperBench:
     draft_s: Callable[[int, int], float] = calm
     limits: SchedulerConfig = LIMITS
     has_model: bool = True
-    fed_only_share: float = 1.0
     now_s: float = 0.0
     counts: dict[PassSize, int] = field(default_factory=dict)
     num_steps: int = 0

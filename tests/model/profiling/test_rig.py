@@ -18,12 +18,9 @@ from engine.testing import tiny_engine
 from engine.weights import WeightsCache
 from selector.build import adaptive_policy
 from selector.cost import DRAFT_COEFFICIENTS, KNOTS, NUM_REST
-from selector.guard import GuardedPolicy
-from selector.policy import AdaptiveExpansion
 from selector.profile import Profile, cached_profile, grid, measure
 from tests.model.driving import greedy, run, sampled
 from tests.model.engine.test_engine import generated, seeded_text
-from tests.model.heads import drafter_of, head_engine, random_head
 from tests.model.passes import CPU
 from tests.model.tiny import model, pair
 
@@ -147,21 +144,6 @@ def test_another_machine_has_another_profile(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(StepTimer, "limits", replace(LIMITS, max_running=2))
     cached_profile(rig, cache)
     assert len(list((tmp_path / "profiles").iterdir())) == 2 + len(facts)
-
-
-@pytest.mark.parametrize("drafter", ["head", "ngram"])
-def test_policy_knows_the_cost_of_fed_tokens(drafter, tmp_path, monkeypatch):
-    """The predicted costs count these steps, so the timer must too."""
-    monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
-    monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)
-    engine = head_engine(random_head()) if drafter == "head" else engine_and_rig(drafter)[0]
-    rig = StepTimer(engine.info, LIMITS, engine.target, engine.drafter)
-    guarded = adaptive_policy(EngineConfig("tiny", policy="adaptive", expansion=Expansion(4, 1, 0)), rig, engine.roots)
-    share = drafter_of(engine).fed_only_share if drafter == "head" else 1.0
-    assert isinstance(guarded, GuardedPolicy)
-    assert isinstance(guarded._policy, AdaptiveExpansion)
-    assert guarded._policy._fed_only_share == rig.fed_only_share == share
-    assert (share < 1.0) == (drafter == "head")
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
