@@ -179,7 +179,7 @@ class Engine:
         for observer in self._observers:
             observer.after_commit(committed)
         watch.lap("learn")
-        stats, rows = stats_of(record, self._scheduler), traced_rows(record, probs)
+        stats, rows = stats_of(record, self._scheduler, self._target), traced_rows(record, probs)
         for observer in self._observers:
             observer.after_step(stats, rows)
         return StepOutput(with_traces(events, stats, rows), stats)

@@ -260,15 +260,16 @@ STAGES = ("draft", "verify", "judge", "policy", "host")  # of a step; StepStats 
 class StepStats:
     """Statistics of one engine step. Counts are of this step, gauges describe the state after it.
 
-    `num_prompt_tokens` were fed for the first time. `num_prefix_queries` prompt tokens were looked up in the prefix cache;
-    `num_prefix_hits` of them were found and not fed. Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s`
-    distributions and verification, `policy_s` choosing expansions and learning from feedback, `host_s` the rest. `policy_reason`
-    is the reason of the policy's choice. The policy may predict a step: `predicted_s` its seconds, `predicted_speedup` its tokens
-    per second relative to plain decoding. `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1.
-    `expansions` counts decoding rows by their expansion's label. `drafted_by_source` and `accepted_by_source` count drafted and
-    accepted tokens by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the `num_expected_rows` decoding rows whose
-    verifier computes it. `num_realised_tokens` sums accepted depth + 1 over the same rows, before limits cut it. The two differ
-    by chance alone.
+    `num_prompt_tokens` were fed for the first time. `num_prefix_queries` prompt tokens were looked up in the
+    prefix cache; `num_prefix_hits` of them were found and not fed. Seconds: `draft_s` growing trees, `verify_s` the target's forward,
+    `judge_s` distributions and verification, `policy_s` choosing expansions and learning from feedback, `host_s` the rest.
+    The target's pass reads at least `num_read_bytes` of weights and cached keys, and its products have `num_operations`.
+    `policy_reason` is the reason of the policy's choice. The policy may predict a step: `predicted_s` its seconds,
+    `predicted_speedup` its tokens per second relative to plain decoding. `accepted_per_depth[d]` counts sequences whose
+    accepted path reached depth d + 1. `expansions` counts decoding rows by their expansion's label. `drafted_by_source` and
+    `accepted_by_source` count drafted and accepted tokens by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the
+    `num_expected_rows` decoding rows whose verifier computes it. `num_realised_tokens` sums accepted depth + 1 over the same
+    rows, before limits cut it. The two differ by chance alone.
     """
 
     step: int
@@ -285,6 +286,8 @@ class StepStats:
     num_accepted_tokens: int = 0
     num_decoding_rows: int = 0
     num_target_tokens: int = 0
+    num_read_bytes: int = 0
+    num_operations: int = 0
     num_preemptions: int = 0
     accepted_per_depth: tuple[int, ...] = ()
     expansions: dict[str, int] = field(default_factory=dict)

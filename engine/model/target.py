@@ -4,6 +4,7 @@ Shape key: T packed tokens, N nodes of all decoding rows' trees (tree after tree
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from engine.kv_cache.canary import Canary
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.passes import DirectPasses, Passes, RecordedPasses
+from engine.model.traffic import Traffic, traffic_of
 
 
 class PassObserver(Protocol):
@@ -58,6 +60,11 @@ class Target:
     def method(self) -> str:
         """How torch's passes run (Passes.method)."""
         return self._passes.method
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """What passes read and multiply. Valid after the first pass."""
+        return traffic_of(self.model, self.cache)
 
     def _report(self, write_slots_T: Int[Tensor, " T"]) -> None:
         for observer in self._observers:

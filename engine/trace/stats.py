@@ -16,6 +16,7 @@ from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.core.types import DraftSource, FinishReason, StepStats
 from engine.draft.drafter import ModelPasses
 from engine.draft.trees.grower import NodeValues
+from engine.model.target import Target
 from engine.scheduler.scheduler import Emission, Scheduler
 from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict, VerificationFailure
@@ -197,13 +198,13 @@ def _by_label(expansions: Sequence[Expansion]) -> dict[str, int]:
     return dict(Counter(labels[id(one)] for one in expansions))
 
 
-def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
+def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepStats:
     """Return the step's statistics. Gauges are the scheduler's state after the step."""
     drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
     accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
     tokens = [(outcome.expected_tokens, outcome.accepted_depth + 1) for outcome in record.outcomes]
     predicted = [(expected, realised) for expected, realised in tokens if expected is not None]
-    laps = record.laps
+    laps, rows = record.laps, record.plan.rows
     return StepStats(
         step=record.plan.step,
         num_running=scheduler.num_running,
@@ -219,6 +220,8 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         num_accepted_tokens=sum(accepted),
         num_decoding_rows=len(record.outcomes),
         num_target_tokens=record.num_target_tokens,
+        num_read_bytes=target.traffic.num_bytes(sum(row.end for row in rows)) if rows else 0,
+        num_operations=target.traffic.num_operations(record.num_target_tokens) if rows else 0,
         num_preemptions=record.plan.num_preempted,
         accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
         expansions=_by_label([outcome.row.expansion for outcome in record.outcomes]),

@@ -81,6 +81,12 @@ class StepMetrics:
         self._target_tokens = families.counter(
             "latebranch_target_tokens", "Packed tokens through the target model, prompts included."
         )
+        self._read_bytes = families.counter(
+            "latebranch_target_bytes", "Bytes of weights and cached keys that the target's passes read at least."
+        )
+        self._operations = families.counter(
+            "latebranch_target_operations", "Operations of the target's products: two for each weight and token."
+        )
         self._expansions = families.counters(
             "latebranch_expansions", "Decoding rows by the tree they got: trunk.branches.depth, or its name.", "expansion"
         )
@@ -167,6 +173,8 @@ class StepMetrics:
             self._accepted_per_position(str(position)).inc(count)
         self._row_steps.inc(stats.num_decoding_rows)
         self._target_tokens.inc(stats.num_target_tokens)
+        self._read_bytes.inc(stats.num_read_bytes)
+        self._operations.inc(stats.num_operations)
         self._expected_tokens.inc(stats.expected_tokens)
         self._expected_rows.inc(stats.num_expected_rows)
         self._realised_tokens.inc(stats.num_realised_tokens)
