@@ -1,11 +1,12 @@
-"""The HTTP client of an audit: completions of an OpenAI-compatible server, several at a time, parsed into records."""
+"""The HTTP client of an audit: completions or chats of an OpenAI-compatible server, several at a time, parsed into records."""
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -14,6 +15,7 @@ from engine.utils.progress_bar import progress_bar
 
 Name = int | str  # a token's id where the server reports it, else its text
 Body = Mapping[str, Any]
+UNREADABLE = "�"  # in the text of a token that ends within a character
 _BUSY = {429, 503}
 _TRIES = 5
 _REFUSED = {400, 404, 405, 413, 415, 422, 501}
@@ -22,6 +24,10 @@ _MAX_REPORTED = 200
 
 class AuditedServerFailed(Exception):
     """The server cannot be audited any further; the message is one line."""
+
+
+class AuditedServerUnsuitable(AuditedServerFailed):
+    """The address, the key, the model's name or another argument does not suit the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +39,17 @@ class NotOffered:
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
-    """One choice of an answer. `names`, `logprobs` and `tops` have an entry for each token, or none at all."""
+    """One choice of an answer. `names`, `logprobs` and `tops` have an entry for each token, or none at all.
+
+    `has_ids`: the names are ids that the server lists as such, so none is left out.
+    """
 
     text: str
     finish: str | None
     names: tuple[Name, ...] = ()
     logprobs: tuple[float | None, ...] = ()
     tops: tuple[Mapping[Name, float], ...] = ()
+    has_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +61,37 @@ class Answer:
     num_drafted: int | None = None
     num_accepted: int = 0
 
+    @property
+    def num_tokens(self) -> int | None:
+        """The number of generated tokens, if the server counts them."""
+        return self.usage.get("completion_tokens")
+
 
 class CompletionClient:
     """Sends completions, at most `concurrency` at a time, and counts them."""
 
-    def __init__(self, url: str, model: str | None, key: str | None, timeout_s: float, concurrency: int) -> None:
+    def __init__(self, url: str, model: str | None, key: str | None, timeout_s: float, concurrency: int, is_chat: bool) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise AuditedServerUnsuitable("--api-key has characters that no key may have")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = httpx2.Limits(max_connections=concurrency)
         try:
+            parts = urlsplit(self.url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+                raise ValueError("it must begin with http:// or https:// and a host")
             self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout_s, limits=limits)
-        except httpx2.InvalidURL as error:
-            raise AuditedServerFailed(f"{url} is no address: {one_line(error)}") from error
-        self._concurrency = concurrency
+        except (httpx2.InvalidURL, ValueError) as error:
+            raise AuditedServerUnsuitable(f"--url {url} is no address: {one_line(error)}") from error
+        self._concurrency, self.is_chat = concurrency, is_chat
+        self._path = "/v1/chat/completions" if is_chat else "/v1/completions"
         self.bar = progress_bar(what="", total=0, unit="request", is_shown=False)
         self.num_requests = 0
         self.num_drafted: int | None = None
         self.num_accepted = 0
         self.owner = ""
         self.model = model or ""
+        self.models: list[str] = []
 
     def close(self) -> None:
         """Close the connections."""
@@ -79,28 +101,33 @@ class CompletionClient:
         """Take the served model's name, unless one is given, and its owner, which names the kind of server."""
         response = self._sent("GET", "/v1/models", None)
         try:
-            models = response.json()["data"] if response.status_code == 200 else []
+            models = response.json()["data"]
+            self.models = [str(model["id"]) for model in models]
             self.owner = str(models[0].get("owned_by", "")) if models else ""
-            self.model = self.model or str(models[0]["id"])
         except (ValueError, LookupError, TypeError, AttributeError):
-            if not self.model:
-                raise AuditedServerFailed(f"{self.url}/v1/models lists no model; name it with --model") from None
+            pass  # an answer is needed only where no model is given
+        if not self.model and not self.models:
+            raise AuditedServerUnsuitable(f"{self.url}/v1/models lists no model; name it with --model")
+        self.model = self.model or self.models[0]
 
     def complete(self, body: Body) -> Answer | NotOffered:
-        """Return the whole answer to a request."""
+        """Return the answer to a request, that of a stream put together."""
         self.num_requests += 1
-        response = self._sent("POST", "/v1/completions", {"model": self.model, **body})
+        response = self._sent("POST", self._path, {"model": self.model, **body})
         if response.status_code in _REFUSED:
             return NotOffered(_message(response))
-        return self._counted(_parsed(lambda: response.json()))
-
-    def stream(self, body: Body) -> Answer | NotOffered:
-        """Return the answer that a stream adds up to."""
-        self.num_requests += 1
-        response = self._sent("POST", "/v1/completions", {"model": self.model, **body, "stream": True})
-        if response.status_code in _REFUSED:
-            return NotOffered(_message(response))
-        return self._counted(_parsed(lambda: _joined(_events(response.text))))
+        try:
+            raw = _joined(response.text) if body.get("stream") else response.json()
+            samples = tuple(_sample(choice) for choice in sorted(raw["choices"], key=lambda choice: choice.get("index", 0)))
+            answer = Answer(samples, raw.get("usage") or {}, *_drafts(raw))
+            if not samples:
+                raise ValueError("it has no choices")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise AuditedServerFailed(f"an answer is not in the format of {self._path}: {one_line(error)}") from error
+        if answer.num_drafted is not None:
+            self.num_drafted = (self.num_drafted or 0) + answer.num_drafted
+            self.num_accepted += answer.num_accepted
+        return answer
 
     def complete_all(self, bodies: Sequence[Body], what: str, concurrency: int | None = None) -> list[Answer | NotOffered]:
         """Return the answers in order, with a progress bar."""
@@ -111,16 +138,11 @@ class CompletionClient:
                 for answer in pool.map(self.complete, bodies):
                     answers.append(answer)
                     self.bar.update()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
+            except BaseException:  # Ctrl-C too
+                self.close()  # ends the requests that run
+                pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return answers
-
-    def _counted(self, answer: Answer) -> Answer:
-        if answer.num_drafted is not None:
-            self.num_drafted = (self.num_drafted or 0) + answer.num_drafted
-            self.num_accepted += answer.num_accepted
-        return answer
 
     def _sent(self, method: str, path: str, body: Body | None) -> httpx2.Response:
         """Return the response; a busy server is tried again. Raises AuditedServerFailed if no repetition can help."""
@@ -135,8 +157,8 @@ class CompletionClient:
                 break
             time.sleep(min(10.0, _retry_after(response) or 0.2 * 2**number))
         if response.status_code in {401, 403}:
-            raise AuditedServerFailed(f"{self.url} refuses the key (see --api-key): {_message(response)}")
-        if response.status_code >= 400 and response.status_code not in _REFUSED:
+            raise AuditedServerUnsuitable(f"{self.url} refuses the key (see --api-key): {_message(response)}")
+        if response.status_code >= 300 and response.status_code not in _REFUSED:
             raise AuditedServerFailed(f"{self.url} failed with status {response.status_code}: {_message(response)}")
         return response
 
@@ -155,62 +177,55 @@ def _message(response: httpx2.Response) -> str:
     return one_line(str(text)[:_MAX_REPORTED])
 
 
-def _events(text: str) -> Iterator[Any]:
-    for line in text.splitlines():
-        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-            yield json.loads(data)
-
-
-def _joined(events: Iterator[Any]) -> dict[str, Any]:
+def _joined(stream: str) -> dict[str, Any]:
     """Return the whole answer of a stream's chunks."""
     choice: dict[str, Any] = {"text": "", "finish_reason": None}
     whole: dict[str, Any] = {"choices": [choice]}
-    for event in events:
+    chunks = [line[5:].strip() for line in stream.split("\n") if line.startswith("data:")]
+    for event in (json.loads(chunk) for chunk in chunks if chunk != "[DONE]"):
         if "error" in event:
             raise AuditedServerFailed(f"a stream ended with an error: {one_line(str(event['error'])[:_MAX_REPORTED])}")
         whole |= {key: event[key] for key in ("usage", "timings", "metrics") if event.get(key)}
         for part in event.get("choices") or ():
-            choice["text"] += part.get("text") or ""
+            choice["text"] += _text(part)
             choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
             if part.get("token_ids"):
                 choice.setdefault("token_ids", []).extend(part["token_ids"])
             for key, values in (part.get("logprobs") or {}).items():
-                choice.setdefault("logprobs", {}).setdefault(key, []).extend(values or ())
+                if isinstance(values, list):
+                    choice.setdefault("logprobs", {}).setdefault(key, []).extend(values)
     return whole
 
 
-def _parsed(read: Any) -> Answer:
-    try:
-        raw = read()
-        samples = tuple(_sample(choice) for choice in sorted(raw["choices"], key=lambda choice: choice.get("index", 0)))
-        return Answer(samples, raw.get("usage") or {}, *_drafts(raw))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise AuditedServerFailed(f"an answer is not in the format of completions: {one_line(error)}") from error
+def _text(choice: Mapping[str, Any]) -> str:
+    """Return the text of a completion, a chat or a chunk; a model's reasoning comes first."""
+    message = choice.get("message") or choice.get("delta") or {}
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    return choice.get("text") or reasoning + (message.get("content") or "")
 
 
 def _sample(choice: Mapping[str, Any]) -> AnswerText:
     """Return a choice, its tokens from `logprobs` in OpenAI's two formats or from `token_ids`."""
-    logprobs = choice.get("logprobs") or {}
-    names: list[Name]
-    if logprobs.get("content"):
-        entries = logprobs["content"]
+    listed = choice.get("logprobs") or {}
+    entries = listed.get("content")
+    if entries:
         names = [_name(entry) for entry in entries]
         own = [entry.get("logprob") for entry in entries]
         tops = [{_name(top): top["logprob"] for top in entry.get("top_logprobs") or ()} for entry in entries]
     else:
-        names = [_named(name) for name in logprobs.get("tokens") or ()]
-        own = list(logprobs.get("token_logprobs") or ())
-        tops = [{_named(name): value for name, value in (top or {}).items()} for top in logprobs.get("top_logprobs") or ()]
+        names, own = [_named(name) for name in listed.get("tokens") or ()], list(listed.get("token_logprobs") or ())
+        tops = [{_named(name): value for name, value in (top or {}).items()} for top in listed.get("top_logprobs") or ()]
+    has_ids = bool(names) and not entries and all(isinstance(name, int) for name in names)
     ids = choice.get("token_ids")
     if ids and (not names or len(ids) == len(names)):
-        names = list(ids)
-    if not len(own) == len(names) == len(tops):
-        own, tops = own if len(own) == len(names) else [], tops if len(tops) == len(names) else []
-    return AnswerText(choice.get("text") or "", choice.get("finish_reason"), tuple(names), tuple(own), tuple(tops))
+        names, has_ids = list(ids), True
+    own, tops = own if len(own) == len(names) else [], tops if len(tops) == len(names) else []
+    return AnswerText(_text(choice), choice.get("finish_reason"), tuple(names), tuple(own), tuple(tops), has_ids)
 
 
 def _name(entry: Mapping[str, Any]) -> Name:
-    return int(entry["id"]) if "id" in entry else _named(entry["token"])
+    """Return the id, but not of a token that ends a character: llama.cpp lists none of the tokens before its last one."""
+    return int(entry["id"]) if "id" in entry and UNREADABLE not in entry["token"] else _named(entry["token"])
 
 
 def _named(name: str) -> Name:

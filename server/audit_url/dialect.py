@@ -3,24 +3,23 @@
 Sources: llama.cpp's common/sampling.cpp and tools/server/README.md, vLLM's sampling_params.py, OpenAI's API reference.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core.types import SamplingParams
-from server.audit_url.client import Answer, AuditedServerFailed, Body, CompletionClient, NotOffered
+from server.audit_url.client import Answer, AnswerText, AuditedServerUnsuitable, Body, CompletionClient, NotOffered
+
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES)
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
-    """A kind of server. `fields`: its names of ours; `always`: fields of every request; `plain`: fields without speculation."""
+class Meaning:
+    """The order of cuts, and what penalties count. Servers differ, and most do not document it."""
 
     cuts_first: bool = False  # top-k, top-p and min-p cut the distribution at temperature 1, and temperature comes last
     penalties_see_prompt: bool = False  # presence and frequency penalties count prompt tokens too
-    ends_can_be_ignored: bool = False  # `ignore_eos` lets the end token be drawn like any other, and forbids nothing
-    fields: Mapping[str, str] = field(default_factory=dict)
-    always: Mapping[str, Any] = field(default_factory=dict)
-    plain: Mapping[str, Any] | None = None
 
     @property
     def order(self) -> str:
@@ -28,60 +27,48 @@ class Dialect:
         return "top-k, top-p, min-p, then temperature" if self.cuts_first else "temperature, then top-k, top-p, min-p"
 
 
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A kind of server. `fields`: its names of ours; `always`: fields of every request; `plain`: fields without speculation."""
+
+    meaning: Meaning = Meaning()
+    ends_can_be_ignored: bool = False  # `ignore_eos` lets the end token be drawn like any other, and forbids nothing
+    fields: Mapping[str, str] = field(default_factory=dict)
+    always: Mapping[str, Any] = field(default_factory=dict)
+    plain: Mapping[str, Any] | None = None
+
+
 _DIALECTS = {
     "latebranch": Dialect(ends_can_be_ignored=True, plain={"speculative": {"enabled": False}}),
     "vllm": Dialect(ends_can_be_ignored=True),
     "llamacpp": Dialect(
-        cuts_first=True,
-        penalties_see_prompt=True,
+        meaning=Meaning(cuts_first=True, penalties_see_prompt=True),
         fields={"repetition_penalty": "repeat_penalty"},
-        always={"cache_prompt": False, "repeat_last_n": -1},
+        always={"cache_prompt": False, "repeat_last_n": 4096},
         plain={"speculative.n_max": 0},
     ),
 }
-_LOGPROBS = (20, 5, 1)
 # Every field is sent with its neutral value, because servers and models have defaults of their own.
-_NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("logprobs", _LOGPROBS),
-    ("return_token_ids", (True,)),
-    ("return_tokens_as_token_ids", (True,)),
-    ("top_p", (1.0,)),
-    ("top_k", (0, -1)),
-    ("min_p", (0.0,)),
-    ("presence_penalty", (0.0,)),
-    ("frequency_penalty", (0.0,)),
-    ("repetition_penalty", (1.0,)),
-    ("seed", (1,)),
-)
+_LISTS: dict[bool, dict[str, tuple[Any, ...]]] = {
+    False: {"logprobs": (20, 5, 1)},
+    True: {"logprobs": (True,), "top_logprobs": (20, 5, 1)},  # chats
+}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "return_token_ids": (True,),
+    "return_tokens_as_token_ids": (True,),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "seed": (1,),
+}
 
 
 def dialect_of(owner: str) -> Dialect:
     """Return the kind of server that lists its models as owned by `owner`."""
     return _DIALECTS.get(owner.lower(), Dialect())
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """The fields that a server accepts, with their neutral values, and the refusals of the others."""
-
-    dialect: Dialect
-    base: Mapping[str, Any]
-    refused: Mapping[str, str]
-    takes_seed: bool
-    takes_ids: bool
-
-    def body(self, prompt: "AuditPrompt", sampling: SamplingParams, seed: int | None = None, **more: Any) -> Body:
-        """Return the body of a completion."""
-        fields: dict[str, Any] = {**self.base, "prompt": list(prompt.ids) if self.takes_ids else prompt.text}
-        for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            value = getattr(sampling, name)
-            if value != getattr(SamplingParams(), name) or name == "temperature":
-                fields[self.dialect.fields.get(name, name)] = value
-        if sampling.logit_bias:
-            fields["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
-        if seed is not None and self.takes_seed:
-            fields["seed"] = seed
-        return {**fields, "max_tokens": sampling.max_tokens, **more}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,31 +79,67 @@ class AuditPrompt:
     ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The fields that a server accepts, with their neutral values, the first answer, and the refusals of other fields."""
+
+    dialect: Dialect
+    base: Mapping[str, Any]
+    refused: Mapping[str, str]
+    form: str  # of prompts: "ids", "text" or "chat"
+    takes_seed: bool
+    first: AnswerText
+    num_prompt_tokens: int | None
+
+    @property
+    def num_top(self) -> int:
+        """The number of likeliest tokens that answers list."""
+        return int(self.base.get("top_logprobs", self.base.get("logprobs", 0)))
+
+    def body(self, prompt: AuditPrompt, sampling: SamplingParams, seed: int | None = None, **more: Any) -> Body:
+        """Return the body of a request."""
+        fields = {**self.base, **_prompt_field(prompt, self.form)}
+        for name in _PARAMETERS:
+            value = getattr(sampling, name)
+            if value != getattr(SamplingParams(), name) or name == "temperature":
+                fields[self.dialect.fields.get(name, name)] = value
+        if sampling.logit_bias:
+            fields["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
+        if seed is not None and self.takes_seed:
+            fields["seed"] = seed
+        return {**fields, "max_tokens": sampling.max_tokens, **more}
+
+
+def _prompt_field(prompt: AuditPrompt, form: str) -> dict[str, Any]:
+    if form == "chat":
+        return {"messages": [{"role": "user", "content": prompt.text}]}
+    return {"prompt": list(prompt.ids) if form == "ids" else prompt.text}
+
+
 def discover(client: CompletionClient, dialect: Dialect, prompt: AuditPrompt, has_tokenizer: bool) -> Offer:
-    """Try every field, all together or else one by one. Raises AuditedServerFailed if plain completions are refused."""
-    neutral = [(dialect.fields.get(name, name), values) for name, values in _NEUTRAL]
+    """Try every field, all together or else one by one. Raises AuditedServerUnsuitable if plain requests are refused."""
+    neutral = {name: (value,) for name, value in dialect.always.items()} | _LISTS[client.is_chat]
+    neutral |= {dialect.fields.get(name, name): values for name, values in _NEUTRAL.items()}
     if dialect.ends_can_be_ignored and not has_tokenizer:
-        neutral.append(("ignore_eos", (True,)))
-    prompts: Sequence[Any] = [list(prompt.ids), prompt.text] if has_tokenizer else [prompt.text]
-    for number, form in enumerate(prompts, 1):
-        base: dict[str, Any] = {"prompt": form, "max_tokens": 2, "temperature": 1.0, **dialect.always}
-        first = client.complete(base)
-        if isinstance(first, Answer):
+        neutral["ignore_eos"] = (True,)
+    for form in ("chat",) if client.is_chat else ("ids", "text") if has_tokenizer else ("text",):
+        plain = {**_prompt_field(prompt, form), "max_tokens": 2, "temperature": 1.0}
+        if isinstance(found := client.complete(plain), Answer):
             break
-        if number == len(prompts):
-            raise AuditedServerFailed(f"{client.url} refuses a completion: {first.message}")
-    refused: dict[str, str] = {}
-    whole = {**base, **{name: values[0] for name, values in neutral}}
-    if isinstance(client.complete(whole), Answer):
-        base = whole
+    if isinstance(found, NotOffered):
+        known = f" (the server lists {', '.join(client.models)})" if client.models else ""
+        raise AuditedServerUnsuitable(f"{client.url} refuses a request for {client.model}: {found.message}{known}")
+    base, refused = plain, {}
+    answer = client.complete(whole := {**plain, **{name: values[0] for name, values in neutral.items()}})
+    if isinstance(answer, Answer):
+        base, found = whole, answer
     else:
-        for name, values in neutral:
+        for name, values in neutral.items():
             for value in values:
-                found = client.complete({**base, name: value})
-                if not isinstance(found, NotOffered):
-                    base[name] = value
+                answer = client.complete({**base, name: value})
+                if isinstance(answer, Answer):
+                    base, found = {**base, name: value}, answer
                     break
-                refused[name] = found.message
-    refused = {name: message for name, message in refused.items() if name not in base}
-    kept = {name: value for name, value in base.items() if name not in ("prompt", "max_tokens", "temperature", "seed")}
-    return Offer(dialect, kept, refused, "seed" in base, isinstance(base["prompt"], list))
+                refused[name] = answer.message
+    fields = {name: value for name, value in base.items() if name not in (*plain, "seed")}
+    return Offer(dialect, fields, refused, form, "seed" in base, found.samples[0], found.usage.get("prompt_tokens"))

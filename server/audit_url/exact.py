@@ -1,18 +1,24 @@
 """Checks of texts that leave no choice: greedy texts alone, under load and without speculation; streams, stops, seeds, n."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from engine.audit.outcomes import Tally, greedy_gaps, tally_gaps
 from engine.core.types import SamplingParams
 from server.audit_url.client import Answer, CompletionClient, NotOffered
 from server.audit_url.dialect import AuditPrompt, Offer
-from server.audit_url.results import CheckResult, CheckVerdict
-from server.audit_url.sources import Ids, Source
+from server.audit_url.draws import merged
+from server.audit_url.results import ARG_MAX, CheckResult, CheckVerdict
+from server.audit_url.sources import Source
 
 GREEDY = SamplingParams(temperature=0.0)
 _NUM_REPEATED = 3  # prompts of the checks of streams, stop strings and seeds
 _NUM_CHOICES = 3
+_Counted = tuple[int, int, str | None]  # cases, wrong ones, and what is wrong if it is not the number
+
+
+class _Refused(Exception):
+    """The server refuses a field; the message is its own."""
 
 
 class ExactChecks:
@@ -35,144 +41,129 @@ class ExactChecks:
     def run(self, seed: int) -> Iterator[CheckResult]:
         """Yield every result."""
         bodies = [self._offer.body(prompt, self._greedy) for prompt in self._prompts]
-        alone = self._client.complete_all(bodies, "greedy, one at a time", concurrency=1)
-        if isinstance(alone[0], NotOffered):
-            yield CheckResult("temperature 0", "arg max", 0, CheckVerdict.NOT_OFFERED, alone[0].message)
-            return
-        yield from self._judged("temperature 0, one at a time", alone, alone)
-        in_load = self._client.complete_all(bodies * 2, "greedy, in load")
-        yield from self._judged("temperature 0, in load", in_load, alone * 2)
-        if self._offer.dialect.plain is not None:
-            plain = self._client.complete_all(
-                [{**body, **self._offer.dialect.plain} for body in bodies], "greedy, without speculation"
-            )
-            yield from self._judged("temperature 0, without speculation", plain, alone)
-        texts = [answer for answer in alone if isinstance(answer, Answer)]
-        yield self._streams(texts)
-        yield self._stops(texts)
-        yield self._seeds(seed)
-        yield self._choices(seed)
-
-    def _judged(
-        self, setting: str, answers: Sequence[Answer | NotOffered], others: Sequence[Answer | NotOffered]
-    ) -> Iterator[CheckResult]:
-        """Yield the comparison of greedy tokens with the arg max, and the number of texts that differ from other answers'."""
-        tally, num_unknown, num_unlike = Tally(), 0, 0
-        for index, (answer, other) in enumerate(zip(answers, others, strict=True)):
-            if isinstance(answer, NotOffered) or isinstance(other, NotOffered):
+        plain = self._offer.dialect.plain
+        kinds = {"one at a time": (1, bodies), "in load": (None, bodies * 2)}
+        kinds |= {"without speculation": (None, [{**body, **plain} for body in bodies])} if plain is not None else {}
+        wholes: list[Answer] = []
+        for kind, (concurrency, kind_bodies) in kinds.items():
+            answers = self._client.complete_all(kind_bodies, f"greedy, {kind}", concurrency)
+            refusal = next((answer.message for answer in answers if isinstance(answer, NotOffered)), None)
+            if refusal is not None:
+                yield CheckResult(f"temperature 0, {kind}", ARG_MAX, 0, CheckVerdict.NOT_OFFERED, refusal)
+                if not wholes:
+                    return
                 continue
+            found = [answer for answer in answers if isinstance(answer, Answer)]
+            wholes = wholes or found
+            yield self._judged(f"temperature 0, {kind}", found, wholes * 2)
+        checks: dict[tuple[str, str], Callable[[Sequence[Answer], int], _Counted]] = {
+            ("streams", "stream = whole"): self._streams,
+            ("stop strings", "text before the string"): self._stops,
+            ("seeds", "same seed, same text"): self._seeds,
+            ("n", f"{_NUM_CHOICES} texts"): self._choices,
+        }
+        for (setting, name), check in checks.items():
+            try:
+                yield CheckResult.counted(setting, name, *check(wholes[:_NUM_REPEATED], seed))
+            except _Refused as refused:
+                yield CheckResult(setting, name, 0, CheckVerdict.NOT_OFFERED, str(refused))
+
+    def _answer(self, prompt: AuditPrompt, sampling: SamplingParams, seed: int | None = None, **more: object) -> Answer:
+        answer = self._client.complete(self._offer.body(prompt, sampling, seed, **more))
+        if isinstance(answer, NotOffered):
+            raise _Refused(answer.message)
+        return answer
+
+    def _judged(self, setting: str, answers: Sequence[Answer], others: Sequence[Answer]) -> CheckResult:
+        """Compare greedy tokens with the arg max, and count the texts that differ from other answers'."""
+        tally, num_unknown, num_unlike = Tally(), 0, 0
+        for index, (answer, other) in enumerate(zip(answers, others)):
             found = self._tally(self._prompts[index % len(self._prompts)], answer)
             num_unknown += found is None
             tally += found or Tally()
             num_unlike += answer.samples[0].text != other.samples[0].text
-        verdict = CheckVerdict.of(tally.num_tokens, tally.num_mismatch)
         detail = f"{tally.num_mismatch} wrong, {tally.num_near_tie} near ties, widest gap {tally.widest_gap:.2g}"
-        if num_unlike:
-            detail += f"; {num_unlike} texts differ from those sent alone"
-        if num_unknown:
-            detail += f"; the tokens of {num_unknown} texts are not known"
-        yield CheckResult(setting, "arg max", tally.num_tokens, verdict, detail)
+        detail += f"; {num_unlike} texts differ from those sent alone" if num_unlike else ""
+        detail += f"; the tokens of {num_unknown} texts are not known" if num_unknown else ""
+        return CheckResult.counted(setting, ARG_MAX, tally.num_tokens, tally.num_mismatch, detail)
 
     def _tally(self, prompt: AuditPrompt, answer: Answer) -> Tally | None:
         """Compare each token with the arg max; None if the tokens are not known."""
-        ids = self._ids(prompt, answer)
+        ids = self._source.ids_of(answer.samples[0], prompt.ids, answer.num_tokens)
         if not ids:
             return None
         (rows_NV,) = self._source.rows(prompt.ids, [ids], self._greedy)
-        if ends := list(self._source.end_ids):
-            rows_NV = rows_NV.clone()
-            rows_NV[:, ends[0]] = rows_NV[:, ends].amax(-1)
+        rows_NV = merged(rows_NV, self._source.groups, is_logit=True)
         known = (~rows_NV.isnan().any(-1)).nonzero()[:, 0].tolist()
         return tally_gaps(greedy_gaps(rows_NV[known], [ids[place] for place in known]), self._tolerance) if known else None
 
-    def _ids(self, prompt: AuditPrompt, answer: Answer) -> Ids | None:
-        return self._source.ids_of(answer.samples[0], prompt.ids, answer.usage.get("completion_tokens"))
-
-    def _streams(self, wholes: Sequence[Answer]) -> CheckResult:
+    def _streams(self, wholes: Sequence[Answer], seed: int) -> _Counted:  # noqa: ARG002
         """Compare streams with whole answers. If texts differ, a stream of near ties is right."""
         num_wrong = 0
-        for prompt, whole in zip(self._prompts[:_NUM_REPEATED], wholes):
-            stream = self._client.stream(self._offer.body(prompt, self._greedy))
-            if isinstance(stream, NotOffered):
-                return CheckResult("streams", "stream = whole", 0, CheckVerdict.NOT_OFFERED, stream.message)
+        for prompt, whole in zip(self._prompts, wholes):
+            stream = self._answer(prompt, self._greedy, stream=True)
             one, two = stream.samples[0], whole.samples[0]
-            is_alike = (one.text, one.names, one.finish) == (two.text, two.names, two.finish)
-            num_wrong += not is_alike and (one.text == two.text or not self._is_near_tie(prompt, stream))
-        return _counted("streams", "stream = whole", min(_NUM_REPEATED, len(wholes)), num_wrong)
+            if one.text != two.text:
+                tally = self._tally(prompt, stream)
+                num_wrong += tally is None or tally.num_mismatch > 0 or not tally.num_near_tie
+            else:
+                is_listed = len(one.names) == len(two.names)  # streams may list fewer tokens
+                num_wrong += one.finish != two.finish or (is_listed and one.names != two.names)
+        return len(wholes), num_wrong, None
 
-    def _is_near_tie(self, prompt: AuditPrompt, answer: Answer) -> bool:
-        tally = self._tally(prompt, answer)
-        return tally is not None and not tally.num_mismatch and tally.num_near_tie > 0
-
-    def _stops(self, wholes: Sequence[Answer]) -> CheckResult:
+    def _stops(self, wholes: Sequence[Answer], seed: int) -> _Counted:  # noqa: ARG002
         """End greedy texts at a string from their middle: the text is the part before it."""
-        num, num_wrong = 0, 0
-        for prompt, whole in zip(self._prompts[:_NUM_REPEATED], wholes):
+        num = num_wrong = 0
+        for prompt, whole in zip(self._prompts, wholes):
             text = whole.samples[0].text
             stop = text[len(text) // 2 :][:4]
             if not stop.strip():
                 continue
-            answer = self._client.complete(self._offer.body(prompt, self._greedy, stop=[stop]))
-            if isinstance(answer, NotOffered):
-                return CheckResult("stop strings", "text before the string", 0, CheckVerdict.NOT_OFFERED, answer.message)
-            found = answer.samples[0]
+            found = self._answer(prompt, self._greedy, stop=[stop]).samples[0]
             num += 1
             is_right = (found.text, found.finish) == (text[: text.find(stop)], "stop")
             num_wrong += stop in found.text or (not is_right and text.startswith(found.text))
-        return _counted("stop strings", "text before the string", num, num_wrong)
+        return num, num_wrong, None
 
-    def _seeds(self, seed: int) -> CheckResult:
+    def _seeds(self, wholes: Sequence[Answer], seed: int) -> _Counted:
         """Repeat seeded texts, one at a time, and try other seeds."""
         if not self._offer.takes_seed:
-            return CheckResult("seeds", "same seed, same text", 0, CheckVerdict.NOT_OFFERED, self._offer.refused.get("seed", ""))
-        prompts = self._prompts[:_NUM_REPEATED]
-        bodies = [self._offer.body(prompt, self._sampled, seed + shift) for shift in (0, 0, 1000) for prompt in prompts]
-        texts = _texts(self._client.complete_all(bodies, "seeds", concurrency=1))
-        one, two, other = texts[: len(prompts)], texts[len(prompts) : 2 * len(prompts)], texts[2 * len(prompts) :]
+            raise _Refused(self._offer.refused.get("seed", ""))
+        prompts = self._prompts[: len(wholes)]
+        one, two, other = (
+            [self._answer(prompt, self._sampled, seed + shift).samples[0].text for prompt in prompts] for shift in (0, 0, 1000)
+        )
         num_unlike = sum(first != second for first, second in zip(one, two))
         detail = f"{num_unlike} of {len(prompts)} differ" + ("; another seed changes no text" if one == other else "")
-        is_wrong = 2 * num_unlike > len(prompts) or one == other
-        return CheckResult(
-            "seeds", "same seed, same text", len(texts), CheckVerdict.VIOLATION if is_wrong else CheckVerdict.OK, detail
-        )
+        return 3 * len(prompts), int(2 * num_unlike > len(prompts) or one == other), detail
 
-    def _choices(self, seed: int) -> CheckResult:
+    def _choices(self, wholes: Sequence[Answer], seed: int) -> _Counted:  # noqa: ARG002
         """Request several texts at once: all come, they differ, and their tokens are counted together."""
-        hot = replace(self._sampled, temperature=1.5)
-        answer = self._client.complete(self._offer.body(self._prompts[0], hot, seed, n=_NUM_CHOICES))
-        if isinstance(answer, NotOffered):
-            return CheckResult("n", f"{_NUM_CHOICES} texts", 0, CheckVerdict.NOT_OFFERED, answer.message)
+        answer = self._answer(self._prompts[0], replace(self._sampled, temperature=1.5), seed, n=_NUM_CHOICES)
         texts = [sample.text for sample in answer.samples]
-        listed, counted = sum(len(sample.names) for sample in answer.samples), answer.usage.get("completion_tokens")
+        listed, counted = [len(sample.names) for sample in answer.samples], answer.num_tokens or 0
         faults = {
             f"{len(texts)} came": len(texts) != _NUM_CHOICES,
             "all are alike": len(texts) > 1 and len(set(texts)) == 1,
-            f"usage counts {counted} tokens, {listed} are listed": bool(listed)
-            and counted is not None
-            and not 0 <= counted - listed <= len(texts),
+            f"usage counts {counted} tokens, {sum(listed)} are listed": 0 < counted < sum(listed),
         }
-        found = "; ".join(fault for fault, is_so in faults.items() if is_so)
-        return CheckResult("n", f"{_NUM_CHOICES} texts", len(texts), CheckVerdict.VIOLATION if found else CheckVerdict.OK, found)
+        found = [fault for fault, is_so in faults.items() if is_so]
+        return len(texts), len(found), "; ".join(found)
 
 
 def usage_result(answers: Sequence[Answer], num_prompt_tokens: Sequence[int | None]) -> CheckResult:
     """Compare usage counts with listed tokens, an end token counted or not, and with the prompts that were sent."""
-    num = num_wrong = 0
+    faults = {"generated tokens": 0, "prompt tokens": 0, "sum": 0}
+    num = 0
     for answer, num_prompt in zip(answers, num_prompt_tokens, strict=True):
-        usage, names = answer.usage, answer.samples[0].names
+        usage, sample = answer.usage, answer.samples[0]
         if not {"prompt_tokens", "completion_tokens", "total_tokens"} <= usage.keys():
             continue
         num += 1
-        is_text_right = not names or abs(usage["completion_tokens"] - len(names)) <= (answer.samples[0].finish == "stop")
-        is_prompt_right = num_prompt is None or usage["prompt_tokens"] == num_prompt
-        is_sum_right = usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-        num_wrong += not (is_text_right and is_prompt_right and is_sum_right)
-    return _counted("usage", "counts", num, num_wrong)
-
-
-def _counted(setting: str, check: str, num: int, num_wrong: int) -> CheckResult:
-    return CheckResult(setting, check, num, CheckVerdict.of(num, num_wrong), f"{num_wrong} wrong" if num_wrong else "")
-
-
-def _texts(answers: Sequence[Answer | NotOffered]) -> list[str]:
-    return [answer.samples[0].text if isinstance(answer, Answer) else "" for answer in answers]
+        num_unlisted = usage["completion_tokens"] - len(sample.names)
+        is_unlisted_right = abs(num_unlisted) <= (sample.finish == "stop") or (num_unlisted > 0 and not sample.has_ids)
+        faults["generated tokens"] += bool(sample.names) and not is_unlisted_right
+        faults["prompt tokens"] += num_prompt is not None and usage["prompt_tokens"] != num_prompt
+        faults["sum"] += usage["total_tokens"] != usage["prompt_tokens"] + usage["completion_tokens"]
+    detail = ", ".join(f"{name} of {count} answers wrong" for name, count in faults.items() if count)
+    return CheckResult.counted("usage", "counts", num, sum(faults.values()), detail)

@@ -1,12 +1,15 @@
 """The records of an audit of a server, and its verdict. The fields are the JSON of `latebranch audit --url`."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.audit.chi_square import ChiSquare
-from engine.audit.report import AuditVerdict
-from server.audit_url.draws import RareTest
+import torch
 
+from engine.audit.chi_square import POWER_QUANTILE, ChiSquare
+from engine.audit.report import AuditVerdict
+
+ARG_MAX, IMPOSSIBLE, PAIRS = "arg max", "impossible tokens", "first two tokens"
 TOO_FEW = "too few samples of likely tokens"
 
 
@@ -18,10 +21,35 @@ class CheckVerdict(StrEnum):
     NOT_OFFERED = "not offered"
     NOT_JUDGED = "not judged"
 
-    @classmethod
-    def of(cls, num: int, num_wrong: int) -> "CheckVerdict":
-        """Return the verdict on so many cases, of which some are wrong."""
-        return cls.VIOLATION if num_wrong else cls.OK if num else cls.NOT_JUDGED
+
+@dataclass(frozen=True, slots=True)
+class RareTest:
+    """A test that unlikely tokens are no more frequent than expected: a count against a bound of its tail, Poisson's.
+
+    Hoeffding 1956: of independent trials with one mean, equal chances spread the count most.
+    """
+
+    num_observed: int
+    expected: float
+    num_counted: int
+
+    @property
+    def p_value(self) -> float:
+        """Probability of a count at least as large."""
+        return _poisson_tail(self.num_observed, self.expected)
+
+    def detectable(self, level: float) -> float:
+        """Return the share of replaced tokens that a test at this level detects with probability .9, approximately."""
+        least = 1
+        while _poisson_tail(least, self.expected) >= level:
+            least += 1
+        return min(1.0, (least + POWER_QUANTILE * math.sqrt(least) - self.expected) / max(1, self.num_counted))
+
+
+def _poisson_tail(count: int, mean: float) -> float:
+    if count == 0:
+        return 1.0
+    return float(torch.special.gammainc(torch.tensor(float(count)).double(), torch.tensor(mean).double()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +63,30 @@ class CheckResult:
     detail: str = ""
     test: ChiSquare | RareTest | None = None
 
+    @classmethod
+    def counted(cls, setting: str, check: str, num: int, num_wrong: int, detail: str | None = None) -> "CheckResult":
+        """Return the result of so many cases, of which some are wrong."""
+        verdict = CheckVerdict.VIOLATION if num_wrong else CheckVerdict.OK if num else CheckVerdict.NOT_JUDGED
+        default = f"{num_wrong} wrong" if num_wrong else ""
+        return cls(setting, check, num, verdict, default if detail is None else detail)
+
+    @classmethod
+    def tested(cls, setting: str, check: str, test: ChiSquare | RareTest) -> "CheckResult":
+        """Return the result of a statistical test, which without a degree of freedom decides nothing."""
+        if isinstance(test, ChiSquare) and not test.freedom:
+            return cls(setting, check, 0, CheckVerdict.NOT_JUDGED, TOO_FEW)
+        return cls(setting, check, test.num_counted, test=test)
+
     def at(self, level: float) -> CheckVerdict:
         """Return the verdict at a level of significance."""
-        if self.test is not None and self.verdict is None:
+        if self.test is not None:
             return CheckVerdict.VIOLATION if self.test.p_value < level else CheckVerdict.OK
         return self.verdict or CheckVerdict.OK
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether the check is of the tokens' distribution, and not of what is reported beside them."""
+        return self.test is not None or self.check in (ARG_MAX, IMPOSSIBLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +118,25 @@ class ServerReport:
         return self.alpha / max(1, self.num_tests)
 
     @property
+    def violations(self) -> tuple[CheckResult, ...]:
+        """The checks that failed."""
+        return tuple(one for one in self.results if one.at(self.level) is CheckVerdict.VIOLATION)
+
+    @property
     def verdict(self) -> AuditVerdict:
         """The outcome. A violation counts even if the rest is inconclusive."""
-        if any(one.at(self.level) is CheckVerdict.VIOLATION for one in self.results):
+        if self.violations:
             return AuditVerdict.VIOLATION
         return AuditVerdict.INCONCLUSIVE if self.inconclusive else AuditVerdict.LOSSLESS
 
     @property
     def inconclusive(self) -> tuple[str, ...]:
         """The reasons why this audit could not have found a violation of speculation."""
-        has_later = any(
-            one.check == "second token" and isinstance(one.test, ChiSquare) and one.test.freedom for one in self.results
-        )
-        has_greedy = any(one.check == "arg max" and one.num for one in self.results)
         reasons = {
-            "no test of the tokens after the first has enough samples": not has_later,
-            "no greedy token could be judged": not has_greedy,
+            "no test of the tokens after the first has enough samples": not any(
+                one.check == PAIRS and one.test is not None for one in self.results
+            ),
+            "no greedy token could be judged": not any(one.check == ARG_MAX and one.num for one in self.results),
             "no drafted token was accepted": bool(self.num_drafted) and not self.num_accepted,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from engine.audit.report import AuditVerdict
 from engine.utils.finite_json import finite_json
-from server.audit_url.results import TOO_FEW, CheckResult, ServerReport
+from server.audit_url.results import ARG_MAX, TOO_FEW, CheckResult, CheckVerdict, ServerReport
 
 
 def as_text(report: ServerReport) -> str:
@@ -21,14 +21,18 @@ def as_text(report: ServerReport) -> str:
         f"A near tie is a gap of at most {report.tie_tolerance:.2g} between logits.",
     ]
     for setting, results in groupby(report.results, key=lambda one: one.setting):
-        lines.append(f"{setting}")
-        lines += _lines(list(results), report.level)
+        lines += [setting, *_lines(list(results), report.level)]
     return "\n".join([*lines, "", *_outcome(report)])
 
 
 def _lines(results: Sequence[CheckResult], level: float) -> Iterator[str]:
-    """Yield a line for each check, and one for all tests with too few samples."""
-    yield from (_line(one, level) for one in results if one.detail != TOO_FEW)
+    """Yield one line for all tests of frequencies that pass, and one for each other check."""
+    passed = {one.check: one.test for one in results if one.test is not None and one.at(level) is CheckVerdict.OK}
+    if passed:
+        least, finds = min(test.p_value for test in passed.values()), min(test.detectable(level) for test in passed.values())
+        num = max(test.num_counted for test in passed.values())
+        yield f"  {f'{len(passed)} tests of frequencies':<24}{num:>7}  {'ok':<12}least p {least:.2g}, finds {finds:.3f}"
+    yield from (_line(one, level) for one in results if one.check not in passed and one.detail != TOO_FEW)
     if few := [one.check for one in results if one.detail == TOO_FEW]:
         yield f"  {TOO_FEW}: {', '.join(few)}"
 
@@ -37,7 +41,7 @@ def _line(one: CheckResult, level: float) -> str:
     detail = one.detail
     if one.test is not None:
         detail = f"p {one.test.p_value:.2g}, finds {one.test.detectable(level):.3f}"
-    elif one.check == "arg max" and one.num:
+    elif one.check == ARG_MAX and one.num:
         detail += f"; finds {min(1.0, 2.3 / one.num):.4f}"
     return f"  {one.check:<24}{one.num:>7}  {one.at(level):<12}{detail}".rstrip()
 
@@ -49,10 +53,15 @@ def _drafts(report: ServerReport) -> str:
 
 
 def _outcome(report: ServerReport) -> Iterator[str]:
-    if report.verdict is AuditVerdict.VIOLATION:
+    inconclusive = f"INCONCLUSIVE: {'; '.join(report.inconclusive)}"
+    if any(one.is_of_tokens for one in report.violations):
         yield "NOT LOSSLESS: the lines marked VIOLATION cannot be chance, or very rarely (see docs/audit.md)."
+    elif report.violations:
+        wrong = ", ".join(dict.fromkeys(one.check for one in report.violations))
+        yield f"WRONG ANSWERS, by the lines marked VIOLATION: {wrong} (see docs/audit.md)."
+        yield f"The tokens are {inconclusive}." if report.inconclusive else "The tokens are lossless as far as this audit sees."
     elif report.verdict is AuditVerdict.INCONCLUSIVE:
-        yield f"INCONCLUSIVE: {'; '.join(report.inconclusive)} (see docs/audit.md)."
+        yield f"{inconclusive} (see docs/audit.md)."
     else:
         yield "LOSSLESS as far as this audit sees."
     yield "`finds`: the total variation distance, or the share of wrong tokens, that is found with probability .9, approximately."

@@ -54,6 +54,8 @@ def _add_url(command: argparse.ArgumentParser) -> None:
     group.add_argument("--url", help="audit the OpenAI-compatible server at this address")
     group.add_argument("--weights", metavar="MODEL", help="its model: a preset, a folder, a GGUF file or a hub id")
     group.add_argument("--weights-dtype", default="float32", choices=("float32", "bfloat16", "int8", "compact"))
+    group.add_argument("--chat", action="store_true", help="by /v1/chat/completions; /v1/completions by default")
+    group.add_argument("--json", type=Path, metavar="FILE", help="append the report's line of JSON there, not to the output")
     group.add_argument("--model", help="the model's name in requests; the server's first by default")
     group.add_argument("--api-key", metavar="KEY")
     group.add_argument("--requests", type=positive_int, default=2000, help="bound of the number of requests")

@@ -42,7 +42,11 @@ class StandIn:
             choices = [self._choice(body, random.Random(seed * 131 + index), index) for index in range(body.get("n", 1))]
         num_prompt, num_text = len(body["prompt"]), sum(len(choice["token_ids"]) for choice in choices)
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_text, "total_tokens": num_prompt + num_text}
-        return {"object": "text_completion", "choices": choices, "usage": usage}
+        return {"object": "text_completion", "choices": [self.form(choice) for choice in choices], "usage": usage}
+
+    def form(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice in the format of the server; the default lists ids."""
+        return choice
 
     def _choice(self, body: dict[str, Any], dice: random.Random, index: int) -> dict[str, Any]:
         ids: list[int] = []
@@ -207,7 +211,7 @@ def served(stand_in: StandIn, encode: Callable[[str], list[int]] = lambda text: 
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if isinstance(body["prompt"], str):
+            if isinstance(body.get("prompt"), str):
                 body["prompt"] = encode(body["prompt"])
             answer = stand_in.answer(body)
             if answer is not None and body.get("stream"):
