@@ -12,6 +12,7 @@ export class Answer {
     this.steps = [];
     this.shown = -1;
     this.follows = true;
+    this.isDue = false;
     this.decoder = new TextDecoder();
     this.text = this.place("text");
     this.stage = this.place("tree");
@@ -47,11 +48,21 @@ export class Answer {
   add(step) {
     this.steps.push(step);
     this.text.append(this.#spans(step, this.steps.length - 1));
-    this.#count();
+    this.count({ tokens: this.numTokens, steps: this.steps.length, speed: this.speed });
     if (!this.stage) return;
     this.scrubber.max = String(this.steps.length);
-    if (this.follows) this.show(this.steps.length - 1);
+    if (this.follows) this.#showSoon();
     else this.#title();
+  }
+
+  // Draws the newest step before the next frame: steps may come faster than frames.
+  #showSoon() {
+    if (this.isDue) return;
+    this.isDue = true;
+    requestAnimationFrame(() => {
+      this.isDue = false;
+      if (this.follows) this.show(this.steps.length - 1);
+    });
   }
 
   #spans(step, at) {
@@ -80,12 +91,12 @@ export class Answer {
     return seconds > 0 ? later.reduce((sum, step) => sum + step.num_emitted, 0) / seconds : null;
   }
 
-  #count() {
-    const speed = this.speed;
-    this.place("per-step").textContent = (this.numTokens / this.steps.length).toFixed(2);
-    this.place("speed").textContent = speed === null ? "–" : speed.toFixed(speed < 100 ? 1 : 0);
-    this.place("steps").textContent = String(this.steps.length);
-    this.place("tokens").textContent = String(this.numTokens);
+  // Shows numbers of the answer; null and zero are not known yet.
+  count({ tokens, steps, speed }) {
+    this.place("per-step").textContent = steps ? (tokens / steps).toFixed(2) : "–";
+    this.place("speed").textContent = speed ? rounded(speed) : "–";
+    this.place("steps").textContent = steps || "–";
+    this.place("tokens").textContent = tokens;
   }
 
   show(at) {
@@ -114,6 +125,10 @@ export class Answer {
     this.place("back").disabled = this.shown <= 0;
     this.place("on").disabled = this.shown >= this.steps.length - 1;
   }
+}
+
+export function rounded(speed) {
+  return speed.toFixed(speed < 100 ? 1 : 0);
 }
 
 // Describes in `place` the selected node, or the step.

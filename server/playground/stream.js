@@ -17,18 +17,23 @@ export async function servedModel(key) {
   return (await answer.json()).data[0].id;
 }
 
-// Yields { text, step } for each chunk of the stream; step is missing in a chunk without one.
+// A stream that ended before its answer did.
+export class BrokenOff extends Error {}
+
+// Yields { text, step, usage, metrics } for each choice of each chunk, and at the end without text; what a chunk lacks is missing.
 export async function* streamed(path, body, key, signal) {
   const headers = { "Content-Type": "application/json", ...headersOf(key) };
   const answer = await checked(await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal }));
   for await (const data of events(answer.body)) {
     if (data === "[DONE]") return;
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw new ApiError(answer.status, chunk.error.message);
-    for (const choice of chunk.choices) {
-      yield { text: choice.text ?? choice.delta?.content ?? "", step: choice.speculative_trace };
+    const { error, choices, usage, metrics } = JSON.parse(data);
+    if (error) throw new ApiError(error.code === "engine_unavailable" ? 503 : 500, error.message);
+    for (const choice of choices) {
+      yield { text: choice.text ?? choice.delta?.content ?? "", step: choice.speculative_trace, usage };
     }
+    if (!choices.length) yield { text: "", usage, metrics };
   }
+  throw new BrokenOff();
 }
 
 async function checked(answer) {
@@ -41,7 +46,9 @@ async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new BrokenOff();
+    });
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();

@@ -23,19 +23,18 @@ _MEDIA_TYPES = {
     ".json": "application/json",
     ".svg": "image/svg+xml",
 }
-_NAMES = ("index.html", "style.css", "app.js", "answer.js", "tree.js", "stream.js", "example.json", "mark.svg")
+_NAMES = ("index.html", "style.css", "app.js", "answer.js", "tree.js", "stream.js", "markdown.js", "example.json", "mark.svg")
 _FILES = {name: (FOLDER / name).read_bytes() for name in _NAMES}
 
 
-def _options(names: Sequence[str], selected: str = "") -> bytes:
+def _options(names: Sequence[str]) -> bytes:
     """Return the options of a select."""
-    marks = {selected: " selected"}
-    return "\n".join(f'<option value="{name}"{marks.get(name, "")}>{name.replace("_", " ")}</option>' for name in names).encode()
+    return "\n".join(f'<option value="{name}">{name.replace("_", " ")}</option>' for name in names).encode()
 
 
 _FILES["index.html"] = (
     _FILES["index.html"]
-    .replace(b"<!-- trees -->", _options(TREE_NAMES, selected=TREE_NAMES[0]))
+    .replace(b"<!-- trees -->", _options(TREE_NAMES))
     .replace(b"<!-- verifiers -->", _options(VERIFIER_NAMES))
 )
 HEADERS = {
