@@ -7,7 +7,7 @@ Shape key: T packed tokens, N rows of logits, V vocabulary.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from engine.attention.tree_attention import NAME, AttentionContext, GatheredAtte
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.check import check_text, own_logits, require_equal, require_same_bits, tolerance_of
 from engine.model.linear_backends import NATIVE, fastest_linears, prepare_linears, torch_linears, weight_of
+from engine.model.recurrent import RecurrentLayers
 from engine.native.decoder import NativeDecoder, UnknownDecoder, parts_of, refuse_by_structure
 from engine.native.linear import QUANTISED, NativeLinear
 from engine.sampling.argmax import RowArgMax, argmax_rows
@@ -52,6 +53,8 @@ _WITH_CONSTANTS = "gemma"  # prefix of model types that scale embeddings by a co
 
 class CausalModel:
     """A causal language model on a device. It keeps no state between passes: caches are arguments."""
+
+    recurrent: RecurrentLayers | None = None
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module: Any = module.to(device).eval()
@@ -113,6 +116,11 @@ class CausalModel:
         return self.native is not None
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers keep recurrent states in the cache."""
+        return self.recurrent is not None
+
+    @property
     def reads_tables(self) -> bool:
         """Whether it can run passes over tables."""
         return self.attend is not None
@@ -127,7 +135,9 @@ class CausalModel:
         if self.native is not None:
             return self.native.forward(batch, cache, logit_rows_N)
         if self.attend is None or cache.is_watched:
-            return self._run(batch.input_ids_1T, batch.position_ids_1T, logit_rows_N, GatheredAttention(batch, cache))
+            context = GatheredAttention(batch, cache)
+            with nullcontext() if self.recurrent is None else self.recurrent.within(context):
+                return self._run(batch.input_ids_1T, batch.position_ids_1T, logit_rows_N, context)
         shape = Shape(batch.num_tokens, 0)
         columns = TableColumns(tokens=(0, 0, cache.dummy_slot), outputs=())
         table = integers_32(table_of(batch, shape, columns), self.device)
@@ -267,6 +277,7 @@ def adopt(module: nn.Module, device: torch.device, linears: str = "plain", preci
         expected_NV = own_logits(model, ids)
         tolerance = tolerance_of(model, ids, expected_NV)
         model.restore_attention()
+        model.recurrent = RecurrentLayers.of(module)
         prepare_linears(model.module, linears)
         model.attend = _attend_of(model)
         require_equal(model, ids, expected_NV, tolerance)
@@ -275,6 +286,8 @@ def adopt(module: nn.Module, device: torch.device, linears: str = "plain", preci
 
 def _attend_of(model: CausalModel) -> Attend | None:
     """Return the attention kernel for a model, or None. On a GPU, log the reason for None."""
+    if model.has_states:
+        return None  # recurrent layers take the tokens of packed segments
     heads, device, dtype = heads_of(model.module.config), model.device, model.module.dtype
     if (reason := unsupported_reason(device, heads.size, heads.num_shared, dtype)) is None:
         try:

@@ -127,7 +127,9 @@ class StepTimer:
 
     def _write_context(self) -> None:
         """Fill the slots that contexts read, once: unwritten memory could hold values that compute slowly."""
-        if not self._has_context:
+        states = self._target.cache.states  # which the steps of an engine drop
+        is_lacking = self._target.model.has_states and not all(slot in states for slot in range(_NUM_CONTEXT_SLOTS))
+        if is_lacking or not self._has_context:
             self._has_context = True
             row = self._row(0, PassSize(1, _NUM_CONTEXT_SLOTS, 0))
             own = tuple(range(_NUM_CONTEXT_SLOTS))
