@@ -97,6 +97,8 @@ def build_engine(
         _round_alike(model, config)
     if model.native is not None:
         library.set_num_threads(config.num_threads)
+    if model.has_states and config.scheduler.prefix_block_tokens:
+        _logger.info("%s has recurrent layers: the prefix cache is off", config.model)
     canary = SlotCanary() if config.kv_canary else None
     target = Target(model, config.scheduler.num_slots, canary)
     config, own_drafter = _drafter_or_stand_in(config, target, loader)
@@ -306,6 +308,8 @@ def _drafter(config: EngineConfig, target: Target, models: "_Models") -> Drafter
         return TextDrafter(target.model.vocab_size, target.model.device, _texts(config))
     if config.drafter in ("early-exit", "head", "checkpoint") and not has_layer_states(target.model):
         raise BadConfiguration(f"drafter {config.drafter}: the states between the layers of {config.model} cannot be read")
+    if config.drafter == "early-exit" and target.model.has_states:
+        raise BadConfiguration(f"drafter early-exit: {config.model} has recurrent layers")
     if config.drafter == "early-exit":
         return _early_exit_drafter(Path(_required(config.lens, "lens")), target)
     if config.drafter == "head":
@@ -385,6 +389,8 @@ def _model_drafter(reference: str, config: EngineConfig, target: Target, models:
             raise
         _logger.warning("%s; it drafts in %s", error, config.dtype)
         draft = models.load(reference, config.dtype, target.model.device)
+    if draft.has_states:
+        raise BadConfiguration(f"draft model {reference}: it has recurrent layers")
     num_rows = target.model.vocab_size
     model = draft if draft.vocab_size == num_rows else RepaddedModel(draft, num_rows)
     cache = KVCache(config.scheduler.num_slots, draft.device, target.cache.canary)

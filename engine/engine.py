@@ -97,7 +97,11 @@ class Engine:
         self._judge = Judge(self.grammars)
         self._observers: list[StepObserver] = [self._roots, PolicyFeedback(policy)]
         self._calibrations = Calibrations()
+        if target.model.has_states:
+            config = replace(config, prefix_block_tokens=0)  # a block of keys has no state to continue from
         self._scheduler = Scheduler(config, drafter.feeding if drafter else Feeding.TARGET_CACHE)
+        if target.model.has_states:
+            self._scheduler.pool.on_freed_slots(target.cache.states.drop)
         self._ended: list[TokenEvent] = []  # requests that ended between steps
 
     @property
@@ -279,6 +283,7 @@ class Engine:
                 self._stop_following(row.request_id)
                 self._ended.append(_failure_event(row, NOT_FINITE))
             else:
+                self._target.end_step(row)
                 self._scheduler.commit_chunk(row)
 
     def _commit_paths(
@@ -291,6 +296,7 @@ class Engine:
             if isinstance(verdict, VerificationFailure):
                 self._end_failed(row.request_id, verdict)
             else:
+                self._target.end_step(row, verdict.path)
                 emission = self._scheduler.commit(row, _row_result(growth, index, verdict))
             if emission is None or emission.finish is not None:
                 self._stop_following(row.request_id)

@@ -16,6 +16,7 @@ from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.model.causal_lm import CausalModel, weights_dtype
 from engine.model.target import Target
+from engine.weights.layer_sizes import has_states
 from engine.weights.stored_config import Configuration
 
 
@@ -37,6 +38,8 @@ def table_capacity(limits: SchedulerConfig) -> int:
 
 def why_not_replayed(config: EngineConfig, target: Configuration, device: torch.device) -> str | None:
     """Return why passes of a target that is not loaded yet would not be replayed; None if they would."""
+    if has_states(target.get_text_config()):
+        return "recurrent layers follow the paths of each batch"
     heads = heads_of(target)
     return _CANARY if config.kv_canary else unsupported_reason(device, heads.size, heads.num_shared, weights_dtype(config.dtype))
 

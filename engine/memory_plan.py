@@ -23,6 +23,7 @@ from engine.native.decoder_pass import cache_dtype
 from engine.native.linear import weight_bytes
 from engine.weights import resolve
 from engine.weights.facts import read_facts
+from engine.weights.layer_sizes import key_bytes, state_bytes
 from engine.weights.stored_config import Configuration, read_config
 from engine.weights.weight_headers import num_parameters, parameters_in
 
@@ -80,7 +81,7 @@ def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) ->
     return MemoryNeed(
         weights=_model_bytes(config.model, config.dtype, is_native),
         draft_weights=_draft_bytes(config, draft_dtype, is_native),
-        cache=num_slots * cache_bytes_per_token(target, kept),
+        cache=num_slots * key_bytes(target.get_text_config(), kept.itemsize) + _states_bytes(config, target, kept),
         draft_cache=num_slots * _draft_bytes_per_token(config, draft_kept, cache_dtype(draft_dtype) if is_native else None),
         step=_step_bytes(config, target),
         replays=_replay_bytes(config, target, device),
@@ -124,7 +125,7 @@ def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype, native: tor
     float16 and keys in `native`.
     """
     if config.draft_model is not None:
-        return cache_bytes_per_token(configuration_of(config.draft_model), dtype)
+        return key_bytes(configuration_of(config.draft_model).get_text_config(), dtype.itemsize)
     if config.head is not None:
         with suppress(OSError, SafetensorError, ValueError):
             shape = head_shape(Path(config.head))
@@ -148,8 +149,17 @@ def _step_bytes(config: EngineConfig, target: Configuration) -> int:
     text, limits = target.get_text_config(), config.scheduler
     num_nodes = limits.max_step_tokens
     longest = min(limits.max_model_len, limits.num_slots, getattr(text, "max_position_embeddings", None) or limits.max_model_len)
-    num_scores = limits.max_step_tokens * longest
-    return int(num_nodes * text.vocab_size * _NODE_BYTES + num_scores * (text.num_attention_heads * _SCORE_BYTES + 1 + 8))
+    num_scores, num_heads = limits.max_step_tokens * longest, getattr(text, "num_attention_heads", 0)
+    return int(num_nodes * text.vocab_size * _NODE_BYTES + num_scores * (num_heads * _SCORE_BYTES + 1 + 8))
+
+
+def _states_bytes(config: EngineConfig, target: Configuration, dtype: torch.dtype) -> int:
+    """Return the bytes of recurrent states: of every node of a step, and of each sequence the last one and its new one.
+
+    Their pools double, so they may be twice as large, and half of that is copied.
+    """
+    limits = config.scheduler
+    return 3 * (limits.max_step_tokens + 2 * limits.max_running) * state_bytes(target.get_text_config(), dtype.itemsize)
 
 
 def _replay_bytes(config: EngineConfig, target: Configuration, device: torch.device) -> int:
@@ -197,11 +207,3 @@ def shortage(need: MemoryNeed, device: torch.device) -> str | None:
 def configuration_of(reference: str) -> Configuration:
     """Return the configuration of a model. Raises WeightsError if it cannot be read, UnsupportedModel if it is refused."""
     return read_config(resolve(reference).folder)
-
-
-def cache_bytes_per_token(model: Configuration, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in all layers, from the model's configuration."""
-    text = model.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * width * dtype.itemsize)

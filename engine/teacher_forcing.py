@@ -78,6 +78,7 @@ class TeacherForcing:
         num_tokens = len(row.certain_ids) + row.expansion.num_draft_tokens
         if not row.is_decoding:
             self._target.forward(plan, [])
+            self._target.end_step(row)
             self._scheduler.commit_chunk(row)
             return ForcedStep(num_tokens, None)
         tree = _chain(row, self._text)
@@ -88,7 +89,9 @@ class TeacherForcing:
     def _commit(self, row: Row, tree: TokenTree, text: KnownText) -> None:
         """Accept the whole chain and the known token after it, which may be the last of the text."""
         extra_id = text.token_ids[_num_forced(row, text) + tree.num_nodes - 1]
-        emission = self._scheduler.commit(row, RowResult(tree, tuple(range(tree.num_nodes)), extra_id, drafted_len=0))
+        path = tuple(range(tree.num_nodes))
+        self._target.end_step(row, path)
+        emission = self._scheduler.commit(row, RowResult(tree, path, extra_id, drafted_len=0))
         if emission.finish is not None:
             self._text = None
 

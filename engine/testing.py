@@ -11,14 +11,18 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     Gemma3TextConfig,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from engine.core.config import SchedulerConfig
@@ -59,6 +63,11 @@ def _windowed(common: Mapping[str, int]) -> dict[str, Any]:
     return {"sliding_window": _WINDOW, **common, "layer_types": layer_types[: common["num_hidden_layers"]]}
 
 
+def _recurrent(kind: str, common: Mapping[str, int]) -> list[str]:
+    """Return types of layers: recurrent ones around one with attention."""
+    return [kind, "full_attention", *[kind] * common["num_hidden_layers"]][: common["num_hidden_layers"]]
+
+
 def _gemma3(common: Mapping[str, int]) -> PretrainedConfig:
     # Untied: Gemma scales embeddings by sqrt(width), so a random tied head would always repeat its input.
     return Gemma3TextConfig(**_windowed(common), query_pre_attn_scalar=8, tie_word_embeddings=False)
@@ -70,6 +79,20 @@ _CONFIGURATIONS: dict[str, Callable[[Mapping[str, int]], PretrainedConfig]] = {
     "qwen2": lambda common: Qwen2Config(**common),
     "qwen3": lambda common: Qwen3Config(**common),
     "gemma3": _gemma3,
+    "qwen3_next": lambda common: Qwen3NextConfig(
+        **{**common, "layer_types": _recurrent("linear_attention", common)},
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    ),
+    "lfm2": lambda common: Lfm2Config(
+        **{**common, "layer_types": _recurrent("conv", common)}, block_auto_adjust_ff_dim=False, tie_word_embeddings=False
+    ),
+    "falcon_h1": lambda common: FalconH1Config(
+        **common, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8
+    ),
+    "mamba2": lambda common: Mamba2Config(
+        **{**common, "num_heads": 8, "head_dim": 8}, n_groups=1, state_size=8, chunk_size=8, tie_word_embeddings=False
+    ),
     "gpt_oss": lambda common: GptOssConfig(**_windowed(common), num_local_experts=4, num_experts_per_tok=2),
 }
 

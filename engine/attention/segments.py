@@ -60,6 +60,7 @@ def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, 
         key_slots=slots[:end],
         tail_visible_TW=visible_WW,
         tail_positions=positions,
+        num_chain=num_chain,
     )
 
 

@@ -7,7 +7,7 @@ Shape key: T packed tokens, B segments, Q queries of a group, L keys, H key-valu
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from engine.attention.packing import Group, PackedBatch
+from engine.attention.paths import PathStep, path_steps
 from engine.attention.scoring import Scoring
 from engine.kv_cache.kv_cache import KVCache
 
@@ -54,6 +55,11 @@ class GatheredAttention:
     def write_slots_T(self) -> Int[Tensor, " T"]:
         """Slots to write."""
         return self.batch.write_slots_T
+
+    @cached_property
+    def path_steps(self) -> list[PathStep]:
+        """The order in which recurrent layers take the tokens."""
+        return path_steps(self.batch)
 
     def attended(self, layer: int, query_THGK: Float[Tensor, "T H G K"], scoring: Scoring) -> Float[Tensor, "T HGV"]:
         """Attend group by group."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.distill.corpus import Text
 from engine.model.causal_lm import CausalModel
 from engine.model.check import check_text, own_logits
-from engine.model.hidden_states import StateTap, require_layer_states
+from engine.model.hidden_states import StateTap, require_trainable
 from engine.model.linear_backends import weight_of
 from engine.weights import UnsupportedModel
 
@@ -22,7 +22,7 @@ _TOLERANCE = 5e-2  # of bfloat16 logits, relative to the largest logit
 
 def require_plain_output(model: CausalModel) -> None:
     """Raise UnsupportedModel unless the target's logits are its output rows times its last state, as a head assumes."""
-    require_layer_states(model)
+    require_trainable(model)
     tap = StateTap(model, [model.depth])
     try:
         expected_NV = own_logits(model, check_text(model))

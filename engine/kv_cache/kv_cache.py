@@ -1,4 +1,4 @@
-"""Keys and values of cached tokens, by slot.
+"""Keys and values of cached tokens, by slot, and states of recurrent layers.
 
 Shape key: S slots and one, N blocks of slots, B slots of a block, T tokens, R rows, L keys, H key-value heads, K head size.
 """
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv_cache.canary import Canary, NoCanary
+from engine.kv_cache.slot_states import PathStates
 from engine.utils import huge_pages
 
 BLOCK_BITS = 9
@@ -43,6 +44,7 @@ class KVCache:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._memory: list[Tensor] = []
+        self.states = PathStates(device)
 
     @property
     def num_layers(self) -> int:
@@ -115,6 +117,7 @@ class KVCache:
 
     def release(self) -> None:
         """Return the memory of all slots to the system, for example after measurements. Keys and values are lost."""
+        self.states.clear()
         if self._device.type == "cpu" and not self.is_watched:
             for memory in self._memory:
                 huge_pages.release(memory)

@@ -7,7 +7,7 @@ Shape key: T packed tokens, N rows of logits, V vocabulary.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from engine.model.check import check_text, own_logits, require_equal, require_sa
 from engine.model.fp8 import fp8_reason
 from engine.model.fused.decoder import FusedDecoder
 from engine.model.linear_backends import FP8, NATIVE, fastest_linears, prepare_linears, torch_linears, weight_of
+from engine.model.recurrent import RecurrentLayers
 from engine.native.decoder import NativeDecoder, UnknownDecoder, parts_of, refuse_by_structure
 from engine.native.linear import QUANTISED, NativeLinear
 from engine.sampling.argmax import RowArgMax
@@ -56,6 +57,7 @@ class CausalModel:
     """A causal language model on a device. It keeps no state between passes: caches are arguments."""
 
     fused: FusedDecoder | None = None  # if set, runs passes over tables in place of the module
+    recurrent: RecurrentLayers | None = None
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module: Any = module.to(device).eval()
@@ -122,6 +124,11 @@ class CausalModel:
         return [runner for runner in (self.native, self.fused) if runner is not None]
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers keep recurrent states in the cache."""
+        return self.recurrent is not None
+
+    @property
     def reads_tables(self) -> bool:
         """Whether it can run passes over tables."""
         return self.attend is not None
@@ -145,7 +152,9 @@ class CausalModel:
         if self.native is not None:
             return self.native.forward(batch, cache, logit_rows_N)
         if self.attend is None or cache.is_watched:
-            return self._run(batch.input_ids_1T, batch.position_ids_1T, logit_rows_N, GatheredAttention(batch, cache))
+            context = GatheredAttention(batch, cache)
+            with nullcontext() if self.recurrent is None else self.recurrent.within(context):
+                return self._run(batch.input_ids_1T, batch.position_ids_1T, logit_rows_N, context)
         shape = Shape(batch.num_tokens, 0, is_by_row=self.has_same_bits)
         columns = TableColumns(tokens=(0, 0, cache.dummy_slot), outputs=())
         table = integers_32(table_of(batch, shape, columns), self.device)
@@ -297,6 +306,7 @@ def adopt(module: nn.Module, device: torch.device, linears: str = "plain", preci
         if linears == FP8:
             tolerance = max(tolerance, _TOLERANCE[FP8])
         model.restore_attention()
+        model.recurrent = RecurrentLayers.of(module)
         prepare_linears(model.module, linears)
         model.attend = _attend_of(model)
         model.fused = _fused_of(model)
@@ -306,6 +316,8 @@ def adopt(module: nn.Module, device: torch.device, linears: str = "plain", preci
 
 def _attend_of(model: CausalModel) -> Attend | None:
     """Return the attention kernel for a model, or None. On a GPU, log the reason for None."""
+    if model.has_states:
+        return None  # recurrent layers take the tokens of packed segments
     heads, device, dtype = heads_of(model.module.config), model.device, model.module.dtype
     if (reason := unsupported_reason(device, heads.size, heads.num_shared, dtype)) is None:
         try:

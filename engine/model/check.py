@@ -6,6 +6,7 @@ Shape key: N rows of logits, V vocabulary.
 """
 
 import logging
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,13 +105,15 @@ def require_same_bits(model: "CausalModel", ids: list[int]) -> None:
 
 
 def _driven_logits(model: "CausalModel", ids: list[int]) -> Tensor:
-    """Feed all but the tail as a chunk, then a tree with the tail as one branch, together with a token at the last position."""
+    """Feed all but the tail in two chunks, then a tree with the tail as one branch, beside a token at the last position."""
     head, tail = ids[:-_TAIL], ids[-_TAIL:]
     tree, branch = _forked(tail)
     num_slots = len(head) + tree.num_nodes + 1
     cache = KVCache(num_slots, model.device)
     slots = list(range(num_slots))
-    model.forward(pack([chain_segment(head, 0, slots)], model.device), cache, torch.tensor([0], device=model.device))
+    for begin, end in pairwise((0, len(head) // 2, len(head))):
+        chunk = chain_segment(head[begin:end], begin, slots)
+        model.forward(pack([chunk], model.device), cache, torch.tensor([0], device=model.device))
     segments = [tree_segment([tail[0]], tree, len(head), slots), _far_token(ids[0], model.max_positions - 1, slots[-1])]
     return model.forward(pack(segments, model.device), cache, torch.tensor(branch, device=model.device))
 

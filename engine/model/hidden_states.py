@@ -70,10 +70,12 @@ def has_layer_states(model: CausalModel) -> bool:
     return model.native is not None or (hasattr(inner, "layers") and hasattr(inner, "norm"))
 
 
-def require_layer_states(model: CausalModel) -> None:
-    """Raise UnsupportedModel unless the states between a model's layers can be read."""
+def require_trainable(model: CausalModel) -> None:
+    """Raise UnsupportedModel unless a drafter that reads the states between layers can be trained for a model."""
     if not has_layer_states(model):
         raise UnsupportedModel(f"{type(model.module).__name__}: the states between its layers cannot be read")
+    if model.has_states:
+        raise UnsupportedModel(f"{type(model.module).__name__} has recurrent layers; no drafter is trained for these")
 
 
 def _modules_after(model: CausalModel, layers: Sequence[int], is_last_normed: bool) -> dict[int, Any]:

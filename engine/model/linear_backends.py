@@ -32,6 +32,11 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
 
+    @property
+    def weight(self) -> Tensor:
+        """A tensor without numbers, for models that read the weight's type or shape."""
+        return torch.empty(self.out_features, self.in_features, dtype=self._packed.dtype, device="meta")
+
     def dense_weight(self) -> Tensor:
         """Return a copy of the weight [outputs, inputs] in torch's layout."""
         return self._packed.to_dense()

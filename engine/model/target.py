@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.attention.packing import Segment, pack
 from engine.attention.paged.graphs import GraphResources
 from engine.attention.segments import tree_segment
-from engine.core.step_plan import StepPlan
-from engine.core.tree import TokenTree
+from engine.core.step_plan import Row, StepPlan
+from engine.core.tree import ROOT, TokenTree
 from engine.kv_cache.canary import Canary
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
@@ -69,6 +69,15 @@ class Target:
     def _report(self, write_slots_T: Int[Tensor, " T"]) -> None:
         for observer in self._observers:
             observer.on_pass(write_slots_T)
+
+    def end_step(self, row: Row, path: Sequence[int] = (ROOT,)) -> None:
+        """Drop the recurrent states that no later pass continues from: all of a row's kept tokens but the last.
+
+        `path` are the accepted nodes. The states of other nodes are dropped as the scheduler frees their slots.
+        """
+        if self.model.has_states:
+            self.cache.states.drop(row.slots[max(0, row.context_len - 1) : row.root_position])
+            self.cache.states.drop(row.slots[row.root_position + node] for node in path[:-1])
 
     def forward(self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int] = ()) -> Float[Tensor, "N V"]:
         """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees.

@@ -50,6 +50,8 @@ class Counterfactual:
     def __init__(self, engine: Engine) -> None:
         if engine.drafter is None:
             raise ValueError("counterfactual trees need a drafter")
+        if engine.target.model.has_states:
+            raise ValueError("counterfactual trees begin anywhere in a sequence; recurrent layers keep no state there")
         self._engine = engine
         self._target, self._drafter, self._roots = engine.target, engine.drafter, engine.roots
         self._text: tuple[int, ...] = ()

@@ -23,6 +23,7 @@ from engine.native import library
 from engine.verify.dispatch import Judge
 from engine.verify.forest import Forest
 
+_DEPTH = 8  # of trees that recurrent layers run, level by level
 _NUM_CONTEXT_SLOTS = 64  # with keys; longer contexts read them repeatedly
 
 
@@ -71,11 +72,12 @@ class StepTimer:
         self._write_context()
         rows = [self._row(index, size) for index in range(size.num_rows)]
         trees = tuple(_chain(size.num_nodes, row.certain_ids[0]) for row in rows)
+        fed = [_paths(size.num_nodes, tree.token_ids[0], _DEPTH) for tree in trees] if self._target.model.has_states else trees
         probs_RV = torch.full((1, self._info.vocab_size), 1.0 / self._info.vocab_size, device=self._target.model.device)
         probs_rows = tuple(tuple(0 if tree.draws[node] else None for node in range(tree.num_nodes)) for tree in trees)
         self._synchronize()
         begin_s = time.perf_counter()
-        logits_NV = self._target.forward(StepPlan(0, tuple(rows)), trees)
+        logits_NV = self._target.forward(StepPlan(0, tuple(rows)), fed)
         self._judge.judge(rows, Forest(trees, probs_RV, probs_rows), logits_NV)
         seconds = time.perf_counter() - begin_s
         num_keys, num_drawn = size.num_context + 1, size.num_tokens if size.is_drawn else 0
@@ -122,11 +124,13 @@ class StepTimer:
 
     def _write_context(self) -> None:
         """Fill the slots that contexts read, once: unwritten memory could hold values that compute slowly."""
-        if not self._has_context:
+        states = self._target.cache.states  # which the steps of an engine drop
+        is_lacking = self._target.model.has_states and not all(slot in states for slot in range(_NUM_CONTEXT_SLOTS))
+        if is_lacking or not self._has_context:
             self._has_context = True
             row = self._row(0, PassSize(1, _NUM_CONTEXT_SLOTS, 0))
             own = tuple(range(_NUM_CONTEXT_SLOTS))
-            self._target.forward(StepPlan(0, (replace(row, slots=own),)), (_chain(_NUM_CONTEXT_SLOTS, 0),))
+            self._target.forward(StepPlan(0, (replace(row, slots=own),)), (_paths(_NUM_CONTEXT_SLOTS, 0, _DEPTH),))
 
     def _synchronize(self) -> None:
         if self._target.model.device.type == "cuda":
@@ -151,6 +155,16 @@ class _Script:
     def observe(self, feedback: StepFeedback) -> None:
         if self._is_script:
             self.feedback.append(feedback)
+
+
+def _paths(num_nodes: int, root_id: int, depth: int) -> TokenTree:
+    """Return a tree of paths of `depth` nodes from the root."""
+    parents = (-1, *(0 if node % depth == 0 else node for node in range(num_nodes - 1)))
+    draws: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], start=1):
+        draws[parent].append(node)
+    token_ids = (1 if node % depth else node // depth for node in range(num_nodes - 1))  # siblings have different tokens
+    return TokenTree(parents, (root_id, *token_ids), tuple(map(tuple, draws)))
 
 
 def _chain(num_nodes: int, root_id: int) -> TokenTree:

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.utils.one_line import one_line
 from engine.weights.errors import UnsupportedModel, WeightsError
+from engine.weights.layer_sizes import STATE_TYPES
 
 # Without the first, transformers prompts on a terminal whether to run a folder's code; without the second, it reads pickles.
 _TRUST: dict[str, Any] = {"trust_remote_code": False}
@@ -18,8 +19,12 @@ _WEIGHTS: dict[str, Any] = {**_TRUST, "use_safetensors": True}
 _OWN_CODE = "code of its own folder, which is never run"
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # transformers' names of layers that keep a state
-_KEEPS_STATE = "each sequence has a recurrent state, and a tree would need one for each node"
+# Model types whose recurrent layers compute the same function in a chunk and token by token.
+_WITH_STATES = {
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "bailing_hybrid", "lfm2", "lfm2_moe"),
+    *("mamba2", "falcon_h1", "granitemoehybrid", "bamba"),
+}
+_KEEPS_STATE = "its recurrent state cannot be computed exactly for each node of a tree"
 # transformers chooses its frequencies by the longest position of the whole batch. ("dynamic" does so only beyond the positions
 # the model is made for, which are never served.)
 _BATCH_DEPENDENT_ROPE = {"longrope"}
@@ -68,7 +73,9 @@ def refuse_by_configuration(config: Any) -> None:
         raise refused(config.model_type, "it is no causal language model")
     try:
         text = config.get_text_config()
-        missing = [name for name in _SIZES if not isinstance(getattr(text, name, None), int)]
+        has_driven_states = config.model_type in _WITH_STATES and _has_one_function(text)
+        sizes = _SIZES[:-1] if has_driven_states else _SIZES  # some have no attention at all
+        missing = [name for name in sizes if not isinstance(getattr(text, name, None), int)]
         layer_types = set(getattr(text, "layer_types", None) or ())
         is_chunked = getattr(text, "attention_chunk_size", None) is not None
         rope_types = set(_values_of(getattr(text, "rope_parameters", None) or {}, "rope_type")) & _BATCH_DEPENDENT_ROPE
@@ -76,8 +83,10 @@ def refuse_by_configuration(config: Any) -> None:
             getattr(text, name, None)
     except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         raise refused(config.model_type, error) from error
-    if layer_types & _STATE_TYPES:
-        raise refused(config.model_type, f"{_KEEPS_STATE} (layers of type {', '.join(sorted(layer_types & _STATE_TYPES))})")
+    if has_driven_states:
+        layer_types -= STATE_TYPES
+    if layer_types & STATE_TYPES:
+        raise refused(config.model_type, f"{_KEEPS_STATE} (layers of type {', '.join(sorted(layer_types & STATE_TYPES))})")
     if layer_types - _LAYER_TYPES or is_chunked:
         unknown = ", ".join(sorted(layer_types - _LAYER_TYPES)) or "chunked"
         raise refused(config.model_type, f"layers of type {unknown} cannot be driven")
@@ -88,6 +97,11 @@ def refuse_by_configuration(config: Any) -> None:
         raise refused(
             config.model_type, f"rotary embeddings of type {', '.join(rope_types)} depend on the longest text of a batch"
         )
+
+
+def _has_one_function(text: Any) -> bool:
+    """Return whether Mamba layers compute one function: only prompts apply transformers' limits of time steps."""
+    return tuple(getattr(text, "time_step_limit", None) or (0.0, float("inf"))) == (0.0, float("inf"))
 
 
 def _is_stateful(config: Any) -> bool:

@@ -16,7 +16,7 @@ from engine.weights import pretrained
 from engine.weights.cache import WeightsCache, default_root
 from engine.weights.separate_process import reported, run_apart
 
-_VERSION = 2  # of the file's form, and of the refusals of `refuse_by_configuration`
+_VERSION = 3  # of the file's form, and of the refusals of `refuse_by_configuration`
 
 Configuration: TypeAlias = Any  # transformers' configuration, or a StoredConfig
 
@@ -61,7 +61,8 @@ def _as_text(folder: Path) -> str:
     """Return a configuration as JSON; null if it has values that JSON does not hold."""
     config = pretrained.load_config(folder)
     text = config.get_text_config()
-    other_names = {name: getattr(text, name) for name in getattr(text, "attribute_map", {}) if hasattr(text, name)}
+    others = (*getattr(text, "attribute_map", {}), "layer_types")  # the last is a property of some
+    other_names = {name: getattr(text, name) for name in others if hasattr(text, name)}
     found = {"model_type": config.model_type, "text": {**text.to_dict(), **other_names}, "json_text": config.to_json_string()}
     try:
         return json.dumps(found)

@@ -37,12 +37,12 @@ def _fit_lens(parsed: argparse.Namespace) -> int:
 
     from engine.distill.early_exit_lens import evaluate_lens, fit_lens, generated_texts
     from engine.model.causal_lm import load_model
-    from engine.model.hidden_states import require_layer_states
+    from engine.model.hidden_states import require_trainable
 
     torch.set_num_threads(parsed.threads)
     folder = resolve(parsed.target).folder
     model = load_model(folder, "float32", torch.device("cpu"), "packed")
-    require_layer_states(model)
+    require_trainable(model)
     texts = generated_texts(model, _prompts(parsed.prompts, folder), parsed.max_tokens, parsed.seed)
     fitted = [text for index, text in enumerate(texts) if index % _HELD_OUT]
     recipe = {

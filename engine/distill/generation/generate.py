@@ -8,6 +8,7 @@ from engine.distill.generation.native_batches import generate_natively
 from engine.distill.generation.torch_batches import generate_by_torch
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap
+from engine.weights import UnsupportedModel
 
 
 def generate(
@@ -21,6 +22,8 @@ def generate(
         raise ValueError(f"{batch} texts cannot be generated at a time")
     if not jobs:
         return
+    if model.has_states:
+        raise UnsupportedModel(f"{type(model.module).__name__} has recurrent layers; texts cannot be generated offline")
     rows = [RunningJob(name, job) for name, job in jobs.items()]
     tap = StateTap(model, layers) if layers else None
     try:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from engine.attention.scoring import Scoring
 from engine.attention.tree_attention import UnsupportedAttention
 from engine.distill.generation.jobs import GeneratedText, RunningJob, next_tokens
 from engine.model.causal_lm import CausalModel
@@ -207,22 +208,27 @@ def columns_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Float[Tensor, " HG"] | None = None,
     attention_context: Columns | None = None,
-    **kwargs: Any,
+    **_: Any,
 ) -> tuple[Float[Tensor, "B T HG V"], None]:
     """Write the layer's new columns, then attend to all columns; the signature is that of transformers' AttentionInterface."""
     if attention_context is None or attention_mask is not None:
         raise UnsupportedAttention("this attention needs columns and computes its own masks")
-    if softcap is not None or kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
-        raise UnsupportedAttention("caps and sinks are not supported")
     keys, values = attention_context.extend(module.layer_idx, key, value)  # type: ignore[arg-type]
-    num_rows, num_heads, num_columns, _ = keys.shape
+    num_rows, num_heads, num_columns = keys.shape[:3]
     num_queries = query.shape[2]
     folded = query.reshape(num_rows, num_heads, -1, query.shape[3])
     bias = attention_context.bias(sliding_window, query.dtype)
-    bias = bias.expand(-1, -1, folded.shape[2] // num_queries, -1, -1).reshape(num_rows, 1, -1, num_columns)
-    out = functional.scaled_dot_product_attention(folded, keys, values, bias, scale=scaling)
-    return out.reshape(num_rows, query.shape[1], num_queries, -1).transpose(1, 2), None
+    if softcap is None and s_aux is None:
+        bias = bias.expand(-1, -1, folded.shape[2] // num_queries, -1, -1).reshape(num_rows, 1, -1, num_columns)
+        out = functional.scaled_dot_product_attention(folded, keys, values, bias, scale=scaling)
+    else:
+        sinks_HG = None if s_aux is None else s_aux.view(num_heads, -1)
+        scoring = Scoring(query.shape[3] ** -0.5 if scaling is None else scaling, softcap=softcap, sinks_HG=sinks_HG)
+        scores = torch.unflatten(scoring.capped(folded @ keys.transpose(-1, -2) * scoring.scale), 2, (-1, num_queries))
+        out = scoring.weights(scores + bias).to(values.dtype).flatten(2, 3) @ values
+    return out.reshape(num_rows, query.shape[1], num_queries, -1).transpose(1, 2).contiguous(), None
 
 
 @contextmanager

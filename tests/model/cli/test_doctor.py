@@ -10,13 +10,13 @@ import torch
 from engine.core.policy import PlainDecoding
 from engine.core.tree import parse_expansion
 from engine.core.types import Request, SamplingParams
-from engine.memory_plan import cache_bytes_per_token
 from engine.model import check
 from engine.model.causal_lm import load_model
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.testing import tiny_engine, tiny_model
 from engine.weights import WeightsCache, load_presets
+from engine.weights.layer_sizes import key_bytes
 from engine.weights.weight_headers import num_parameters
 from selector.menu import menu_of
 from selector.network.net import NetShape, Objective, SelectorNet
@@ -208,4 +208,4 @@ def test_cache_uses_the_reported_bytes(family):
         engine.step()
     cache = engine.target.cache
     num_slots = cache.num_slots + 1  # and the dummy slot
-    assert cache.num_bytes == num_slots * cache_bytes_per_token(model.module.config, torch.float32)
+    assert cache.num_bytes == num_slots * key_bytes(model.module.config, 4)

@@ -36,7 +36,7 @@ def written(model: CausalModel, temperature: float, batch: int = 8) -> dict[int,
     return {text.name: text for text in generate(model, orders(temperature), batch, LAYERS)}
 
 
-IN_COLUMNS = [pytest.param(tiny_model, family, id=family) for family in FAMILIES]
+IN_COLUMNS = [pytest.param(tiny_model, family, id=family) for family in (*FAMILIES, "gpt_oss")]
 IN_LANES = [pytest.param(native, family, id=f"{family}-native", marks=needs_library) for family in KNOWN]
 both_ways = pytest.mark.parametrize("model_of", [tiny_model, pytest.param(native, marks=needs_library)])
 

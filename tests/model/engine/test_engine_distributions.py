@@ -9,6 +9,8 @@ from itertools import count, product
 import pytest
 import torch
 
+from engine.attention import tree_attention
+from engine.attention.paths import path_steps
 from engine.attention.scoring import Scoring
 from engine.core.config import SchedulerConfig
 from engine.core.policy import FixedExpansion
@@ -106,6 +108,22 @@ SINKS = [("traversal", DELAYED), ("coupled", NOISE_AWARE)]
 def test_attention_sinks_keep_the_targets_distribution(verifier, expansion):
     engine = tiny_engine(*pair("gpt_oss", noise=0.02), FixedExpansion(expansion), config=WIDE)
     assert z_of_counts(triples(verifier, expansion, engine), target_distribution("gpt_oss")) < PASSES_BELOW
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_recurrent_layers_keep_the_targets_distribution(family):
+    """The draft model has recurrent layers too."""
+    engine = tiny_engine(*pair(family, noise=0.02), FixedExpansion(DELAYED), config=WIDE)
+    assert z_of_counts(triples("traversal", DELAYED, engine), target_distribution(family)) < PASSES_BELOW
+
+
+def test_the_state_of_a_sibling_is_seen(monkeypatch):
+    def swapped(batch):
+        return [replace(step, ends=step.ends[1:] + step.ends[:1]) for step in path_steps(batch)]
+
+    engine = tiny_engine(*pair("qwen3_next", noise=0.02), FixedExpansion(DELAYED), config=WIDE)
+    monkeypatch.setattr(tree_attention, "path_steps", swapped)
+    assert z_of_counts(triples("traversal", DELAYED, engine), target_distribution("qwen3_next")) > FAILS_ABOVE
 
 
 def test_sinks_left_out_are_seen(monkeypatch):

@@ -44,11 +44,20 @@ _LATENT = {
     "num_key_value_heads": 4,
     "n_shared_experts": 1,
 }
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _OLD_NAMES = {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 LIBRARY, TORCH = "the native library", "torch"
 EVERY = ("text", "model", "head", "checkpoint", "early-exit")
 NO_HEAD = ("text", "model", "checkpoint", "early-exit")  # logits are not the output rows times the last state
+RECURRENT = ("text", "model", "checkpoint")  # no drafter is trained here for recurrent layers
 NO_STATES = ("text", "model")  # layers have other names than those that drafters of states read
 
 
@@ -186,6 +195,41 @@ SERVED = (
     Family("GPT-BigCode", "gpt_bigcode", _OLD_NAMES, drafters=NO_STATES),
     Family("GPT-NeoX, Pythia", "gpt_neox", drafters=NO_STATES),
     Family("OPT", "opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, drafters=NO_STATES),
+    Family("Qwen 3 Next", "qwen3_next", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 16}, drafters=RECURRENT),
+    Family("Qwen 3.5", "qwen3_5_text", _DELTA, drafters=RECURRENT),
+    Family(
+        "Qwen 3.5 MoE",
+        "qwen3_5_moe_text",
+        {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 16},
+        drafters=RECURRENT,
+    ),
+    Family("OLMo Hybrid", "olmo_hybrid", {**_DELTA, "linear_num_key_heads": 4}, drafters=RECURRENT),
+    Family("Ling 2.5", "bailing_hybrid", {**_GROUPS, **_LATENT, "layer_types": _DELTA["layer_types"]}, drafters=RECURRENT),
+    Family(
+        "Granite 4",
+        "granitemoehybrid",
+        {
+            **_MAMBA,
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_intermediate_size": 48,
+            "num_local_experts": 0,
+        },
+        drafters=RECURRENT,
+    ),
+    Family("Bamba", "bamba", {**_MAMBA, "attn_layer_indices": [1]}, drafters=NO_STATES),
+    Family("Falcon-H1", "falcon_h1", {**_MAMBA, "mamba_d_ssm": 64}, drafters=NO_STATES),
+    Family("Mamba 2", "mamba2", {"num_heads": 8, "n_groups": 1, "state_size": 8, "chunk_size": 8}, drafters=NO_STATES),
+    Family("LFM 2", "lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}, drafters=NO_STATES),
+    Family(
+        "LFM 2 MoE",
+        "lfm2_moe",
+        {
+            **_EXPERTS,
+            "layer_types": ["conv", "full_attention"],
+            "num_dense_layers": 1,
+        },
+        drafters=NO_STATES,
+    ),
     Family(
         "LFM 2 without convolutions",
         "lfm2",
@@ -193,37 +237,27 @@ SERVED = (
         drafters=NO_STATES,
     ),
 )
-_STATE = "each sequence has a recurrent state, and a tree would need one for each node"
+_STATE = "its recurrent state cannot be computed exactly for each node of a tree"
 REFUSED = (
-    Refused(("mamba", "falcon_mamba"), _STATE),
-    Refused(("mamba2",), _STATE),
-    Refused(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _STATE),
-    Refused(
-        ("lfm2", "lfm2_moe"),
-        _STATE,
-        {
-            "num_hidden_layers": 2,
-            "layer_types": ["conv", "full_attention"],
-        },
-    ),
-    Refused(("falcon_h1",), _STATE),
     Refused(
         (
-            "jamba",
-            "bamba",
-            "granitemoehybrid",
-            "recurrent_gemma",
-            "minimax",
-            "kimi_linear",
-            "olmo_hybrid",
-            "bailing_hybrid",
+            *(
+                "mamba",
+                "falcon_mamba",
+                "jamba",
+                "recurrent_gemma",
+                "minimax",
+                "kimi_linear",
+                "zamba",
+                "zamba2",
+                "nemotron_h",
+                "zaya",
+            ),
+            *("rwkv", "xlstm"),
         ),
         _STATE,
     ),
-    Refused(("zamba", "zamba2"), _STATE),
-    Refused(("nemotron_h",), _STATE),
-    Refused(("zaya",), _STATE),
-    Refused(("rwkv", "xlstm"), _STATE),
+    Refused(("mamba2", "falcon_h1", "bamba"), _STATE, {"time_step_limit": [0.001, 0.1]}),
     Refused(("deepseek_v32", "glm_moe_dsa"), "layers of type indexed_attention cannot be driven"),
     Refused(
         ("deepseek_v4",),

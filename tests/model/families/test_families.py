@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from engine.build import BadConfiguration, build_engine
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.policy import FixedExpansion
 from engine.core.tree import Expansion
+from engine.distill.generation.generate import generate
+from engine.distill.generation.jobs import GenerationJob
 from engine.distill.rows import require_plain_output
 from engine.draft.models.early_exit import Lens
 from engine.model.causal_lm import CausalModel, adopt
@@ -22,6 +25,8 @@ from engine.model.linear_backends import fastest_linears
 from engine.native.decoder import UnknownDecoder, refuse_by_structure
 from engine.testing import tiny_engine
 from engine.weights import UnsupportedModel
+from engine.weights.layer_sizes import state_bytes
+from selector.build import adaptive_policy
 from server.cli.main import main
 from tests.model.driving import greedy, run
 from tests.model.families.page import DOCUMENT, models_page
@@ -61,19 +66,21 @@ def drafter_of(texts: list[list[int]]) -> TableDrafter:
     return TableDrafter(logits_VV)
 
 
-def fitting(model: CausalModel) -> Iterator[str]:
-    """Yield the drafters that fit a model."""
+def fitting(model: CausalModel, expected: list[int]) -> Iterator[str]:
+    """Yield the drafters that fit a model. `expected` follows the first prompt."""
     yield from ("text", "model")
     if not has_layer_states(model):
         return
     try:
         require_plain_output(model)
+        (text,) = generate(model, {0: GenerationJob(PROMPTS[0], 0.0, 0, 4)}, 1, [model.depth])
+        assert text.ids == [*PROMPTS[0], *expected[:4]][: len(text.ids)]  # it ends at an end token
         yield "head"
     except UnsupportedModel:
         pass
     yield "checkpoint"
     width = model.embeddings_VD.shape[1]
-    if Lens(1, torch.eye(width), torch.zeros(width), {}).final_norm(model):
+    if not model.has_states and Lens(1, torch.eye(width), torch.zeros(width), {}).final_norm(model):
         yield "early-exit"
 
 
@@ -90,10 +97,11 @@ def test_greedy_texts_are_generates(family: Family) -> None:
     config = SchedulerConfig(num_slots=512, max_model_len=64)
     engine = tiny_engine(model, drafter, FixedExpansion(Expansion(1, 2, 2)), config=config)
     session = run(engine, [greedy(str(index), prompt, NUM_TOKENS) for index, prompt in enumerate(PROMPTS)])
+    assert engine.target.cache.states.bytes_per_slot == state_bytes(module.config.get_text_config(), 4)
     assert [session.texts()[str(index)] for index in range(len(PROMPTS))] == expected
     accepted, drafted = (sum(getattr(s, name) for s in session.stats) for name in ("num_accepted_tokens", "num_draft_tokens"))
     assert 0 < accepted < drafted
-    assert tuple(fitting(model)) == family.drafters
+    assert tuple(fitting(model, expected[0])) == family.drafters
 
 
 @pytest.mark.parametrize(
@@ -146,3 +154,37 @@ def test_unreadable_states_refuse_training() -> None:
     family = next(family for family in SERVED if family.model_type == "gpt2")
     with pytest.raises(UnsupportedModel, match="the states between its layers cannot be read"):
         require_plain_output(adopt(family.module(), CPU))
+
+
+@pytest.mark.parametrize("drafter", ["early-exit", "model"])
+def test_recurrent_layers_refuse_a_drafter(drafter: str, tmp_path: Path) -> None:
+    """Early exit would share the target's states, and those of a draft model are not kept."""
+    family = next(family for family in SERVED if family.model_type == "qwen3_next")
+    folder = model_folder(tmp_path / "model", family.module())
+    Lens(1, torch.eye(32), torch.zeros(32), {}).save(tmp_path / "lens")
+    limits = SchedulerConfig(num_slots=64, max_model_len=32)
+    config = EngineConfig(
+        str(folder),
+        drafter=drafter,
+        lens=str(tmp_path / "lens"),
+        draft_model=str(folder),
+        draft_dtype="float32",
+        scheduler=limits,
+    )
+    with pytest.raises(BadConfiguration, match="recurrent layers"):
+        build_engine(replace(config, lens=None) if drafter == "model" else replace(config, draft_model=None))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "mamba2"])
+def test_recurrent_models_are_built_from_a_folder(model_type: str, tmp_path: Path) -> None:
+    """With cached text, the adaptive policy and its measurements, and a canary."""
+    family = [family for family in SERVED if family.model_type == model_type][-1 if model_type != "lfm2" else 0]
+    module = family.module()
+    expected = [own_text(module, prompt) for prompt in PROMPTS]
+    folder = model_folder(tmp_path / "model", module, eos=None)
+    limits = SchedulerConfig(num_slots=256, max_model_len=64, max_step_tokens=64)
+    config = EngineConfig(str(folder), drafter="ngram", policy="adaptive", expansion=Expansion(4, 1, 0), scheduler=limits)
+    engine = build_engine(replace(config, kv_canary=True), adaptive_policy)
+    assert len(engine.target.cache.states) == 0
+    session = run(engine, [greedy(str(index), prompt, NUM_TOKENS) for index, prompt in enumerate(PROMPTS)])
+    assert [session.texts()[str(index)] for index in range(len(PROMPTS))] == expected

@@ -1,0 +1,91 @@
+"""Recurrent layers of transformers' models over packed trees: each token continues from the state of its parent on its path.
+
+The layer's own code computes a chain of certain tokens in one call, and the nodes of trees level by level, one token each, as it
+does in `generate`. Shape key: T packed tokens, D width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from engine.attention.tree_attention import GatheredAttention
+
+_CACHES = ("cache_params", "past_key_values")  # transformers' names of a layer's argument
+
+
+class RecurrentLayers:
+    """A model's recurrent layers: its parts with a convolution and a place in the cache.
+
+    Inside `within` they continue from states by slot. Other passes run as before.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._context: GatheredAttention | None = None
+        for layer in layers:
+            layer.forward = partial(self._forward, layer, layer.forward)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self | None:
+        """Take over a model's recurrent layers, if it has any."""
+        layers = [part for part in module.modules() if hasattr(part, "layer_idx") and _has_convolution(part)]
+        return cls(layers) if layers else None
+
+    @contextmanager
+    def within(self, context: GatheredAttention) -> Iterator[None]:
+        """Let the layers process the batch of a context."""
+        self._context = context
+        try:
+            yield
+        finally:
+            self._context = None
+
+    def _forward(
+        self, layer: Any, forward: Callable[..., Tensor], hidden_states: Float[Tensor, "B T D"], **options: Any
+    ) -> Float[Tensor, "B T D"]:
+        """Run a layer's own forward, in the steps of the context's batch if there is one."""
+        options.pop("attention_context", None)
+        if self._context is None:
+            return forward(hidden_states, **options)
+        (cache_name,) = [name for name in _CACHES if name in options]
+        states, index = self._context.cache.states, layer.layer_idx
+        out = torch.empty_like(hidden_states)
+        for step in self._context.path_steps:
+            tokens_BN = torch.from_numpy(step.token_index_BN).to(hidden_states.device)
+            own = _layer_cache([] if step.parents is None else states.read(index, step.parents))
+            options[cache_name] = _cache_with(own, index)
+            out[0, tokens_BN] = forward(hidden_states[0, tokens_BN], **options)
+            states.write(index, step.ends, _states_of(own))
+        return out
+
+
+def _has_convolution(part: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) for child in part.children())
+
+
+def _layer_cache(states: list[Tensor]) -> Any:
+    """Return transformers' cache of one layer: empty, or with a convolution's last inputs and perhaps a recurrent state."""
+    from transformers.cache_utils import LinearAttentionLayer
+
+    layer = LinearAttentionLayer()
+    if states:
+        layer.conv_states[0], layer.conv_kernel_size[0] = states[0], states[0].shape[-1]
+        layer.is_conv_states_initialized[0] = layer.has_previous_state[0] = True
+        layer.device, layer.dtype = states[0].device, states[0].dtype
+    if len(states) > 1:
+        layer.recurrent_states[0], layer.is_recurrent_states_initialized[0] = states[1], True
+    return layer
+
+
+def _cache_with(layer: Any, index: int) -> Any:
+    from transformers import Cache
+
+    return Cache(layers=[layer] * (index + 1))
+
+
+def _states_of(layer: Any) -> list[Tensor]:
+    return [state for state in (layer.conv_states[0], layer.recurrent_states[0]) if state is not None]
