@@ -26,7 +26,10 @@ _MAX_PADDING = 2.0  # a group may be at most this many times as large as its seg
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence's queries. `key_slots` ends with the W tail keys at `tail_positions`; earlier keys are at 0, 1, 2, ..."""
+    """One sequence's queries. `key_slots` ends with the W tail keys at `tail_positions`; earlier keys are at 0, 1, 2, ...
+
+    `adapter` names the LoRA adapter under which they run; None is the base.
+    """
 
     token_ids: Sequence[int]
     positions: Sequence[int]
@@ -34,6 +37,7 @@ class Segment:
     key_slots: Sequence[int]
     tail_visible_TW: NDArray[np.bool_]
     tail_positions: Sequence[int]
+    adapter: str | None = None
 
     @property
     def num_tokens(self) -> int:

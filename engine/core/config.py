@@ -47,6 +47,7 @@ class EngineConfig:
     `draft_dtype` is that of a draft model or head. None lets the engine choose: the device (cuda if available), the threads
     (one per physical core) and the fastest number format for drafting. `audit_share` of the requests have their first
     `audit_tokens` tokens checked when the engine is idle. Each step is appended to `trace_file`; None disables tracing.
+    `lora` has the names and PEFT folders of adapters; torch runs a target that has any.
     `cuda_graphs` is auto, on (an error if unsupported) or off. With `kv_canary`, slot ownership is checked on every read.
     `is_restart`: the worker replaces a dead one.
     """
@@ -80,4 +81,5 @@ class EngineConfig:
     kv_canary: bool = False
     generation_config: str = "auto"
     is_restart: bool = False
+    lora: tuple[tuple[str, str], ...] = ()
     scheduler: SchedulerConfig = SchedulerConfig()
