@@ -43,7 +43,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.memory_plan import memory_need, shortage
 from engine.model.causal_lm import CausalModel, load_model, weights_dtype
 from engine.model.hidden_states import has_layer_states
-from engine.model.linear_backends import fastest_linears, fastest_precision
+from engine.model.linear_backends import fastest_linears, fastest_precision, torch_linears
 from engine.model.root_features import RootFeatures
 from engine.model.stored_model import load_stored
 from engine.model.target import Target
@@ -56,6 +56,7 @@ from engine.trace.tracer import FileTracer, header_of
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.facts import read_facts
 from engine.weights.fingerprint import weights_digest
+from engine.weights.lora import Adapter, read_adapter, require_fitting
 from engine.weights.request_defaults import read_request_defaults
 
 _logger = logging.getLogger(__name__)
@@ -85,14 +86,17 @@ def build_engine(
     require_exact(config.expansion, config.verifier)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
+    adapters = _adapters(config)
     config = _compatible(config)
     device = device_of(config)
     _require_device(device)
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # our kernels and graphs run on the current device
+    if adapters:
+        require_fitting(adapters, resolve(config.model).folder)
     _require_memory(config, device)
     loader = _Models(load or load_whole, {} if models is None else models)
-    model = loader.load(config.model, config.dtype, device)
+    model = _adapted(config, adapters, device) if adapters else loader.load(config.model, config.dtype, device)
     if config.deterministic:
         _round_alike(model, config)
     if model.native is not None:
@@ -122,6 +126,7 @@ def build_engine(
         has_same_bits=model.has_same_bits,
         cache_dtype=None if model.cache_dtype is None else str(model.cache_dtype).removeprefix("torch."),
         defaults=read_request_defaults(folder) if config.generation_config == "auto" else RequestDefaults(),
+        adapters=tuple(adapter.name for adapter in adapters),
     )
     measured = TextDrafter(model.vocab_size, device, _texts(config)) if isinstance(own_drafter, TextDrafter) else own_drafter
     _warm_up(info, config, target, _with_texts(measured, config, model))
@@ -172,9 +177,25 @@ def _warm_up(info: ModelInfo, config: EngineConfig, target: Target, drafter: Dra
     policy = FixedExpansion(config.expansion) if drafter else PlainDecoding()
     engine = Engine(info, config.scheduler, target, drafter, policy)
     prompt = tuple(index % info.vocab_size for index in range(1, 9))
-    engine.add(Request("warm-up", prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)))
+    for adapter in (None, *info.adapters):
+        sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        engine.add(Request(f"warm-up {adapter}", prompt, sampling, adapter=adapter))
     while engine.has_work:
         engine.step()
+
+
+def _adapters(config: EngineConfig) -> list[Adapter]:
+    """Return the LoRA adapters of the configuration, before anything is fetched. Raises BadConfiguration or UnusableAdapter."""
+    if config.lora and config.dtype not in ("float32", "bfloat16"):
+        raise BadConfiguration(f"lora: adapters need dtype float32 or bfloat16, since torch runs them, not {config.dtype}")
+    return [read_adapter(name, Path(folder).expanduser()) for name, folder in config.lora]
+
+
+def _adapted(config: EngineConfig, adapters: Sequence[Adapter], device: torch.device) -> CausalModel:
+    """Return the target with its LoRA adapters. Another model of the same weights, such as a drafter, does not have them."""
+    model = load_model(resolve(config.model).folder, config.dtype, device, torch_linears(device))
+    model.add_adapters(adapters)
+    return model
 
 
 @contextmanager

@@ -41,10 +41,14 @@ def why_not_replayed(config: EngineConfig, target: Configuration, device: torch.
     if has_states(target.get_text_config()):
         return "recurrent layers follow the paths of each batch"
     heads = heads_of(target)
-    return _CANARY if config.kv_canary else unsupported_reason(device, heads.size, heads.num_shared, weights_dtype(config.dtype))
+    reason = unsupported_reason(device, heads.size, heads.num_shared, weights_dtype(config.dtype))
+    return _required_directly(config) or reason
 
 
-_CANARY = "kv_canary checks what is read"
+def _required_directly(config: EngineConfig) -> str | None:
+    if config.kv_canary:
+        return "kv_canary checks what is read"
+    return "LoRA adapters differ from pass to pass" if config.lora else None
 
 
 def static_steps(config: EngineConfig, model: CausalModel) -> GraphResources | None:
@@ -52,8 +56,9 @@ def static_steps(config: EngineConfig, model: CausalModel) -> GraphResources | N
 
     Raises GraphRefused if graphs are required but not possible.
     """
-    if model.attend is None or config.kv_canary:
-        reason = _CANARY if config.kv_canary else f"on {model.device} attention gathers keys"
+    reason = _required_directly(config)
+    if model.attend is None or reason is not None:
+        reason = reason or f"on {model.device} attention gathers keys"
         if config.cuda_graphs == "on":
             raise GraphRefused(reason)
         return None

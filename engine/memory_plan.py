@@ -77,9 +77,11 @@ def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) ->
     target, num_slots = configuration_of(config.model), config.scheduler.num_slots + 1  # and one that no sequence owns
     weights, draft_weights = weights_dtype(config.dtype), weights_dtype(draft_dtype)
     is_native = fastest_linears(device) == NATIVE
-    kept, draft_kept = (cache_dtype(config.dtype), torch.float32) if is_native else (weights, draft_weights)
+    is_target_native = is_native and not config.lora
+    kept = cache_dtype(config.dtype) if is_target_native else weights
+    draft_kept = torch.float32 if is_native else draft_weights
     return MemoryNeed(
-        weights=_model_bytes(config.model, config.dtype, is_native),
+        weights=_model_bytes(config.model, config.dtype, is_target_native),
         draft_weights=_draft_bytes(config, draft_dtype, is_native),
         cache=num_slots * key_bytes(target.get_text_config(), kept.itemsize) + _states_bytes(config, target, kept),
         draft_cache=num_slots * _draft_bytes_per_token(config, draft_kept, cache_dtype(draft_dtype) if is_native else None),

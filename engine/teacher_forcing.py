@@ -24,10 +24,11 @@ MAX_CHUNK_LOGITS = 8  # rows of logits of one step, since the caller's work on t
 
 @dataclass(frozen=True, slots=True)
 class KnownText:
-    """A prompt and at least one token after it."""
+    """A prompt and at least one token after it, under a LoRA adapter or the base."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class TeacherForcing:
     def start(self, text: KnownText) -> None:
         """Start to feed a text. The scheduler must be empty."""
         sampling = SamplingParams(max_tokens=len(text.token_ids))
-        self._scheduler.add(Sequence(Request(_ID, text.prompt_ids, sampling, cache_salt=None), 0, _ANY_TREE))
+        request = Request(_ID, text.prompt_ids, sampling, cache_salt=None, adapter=text.adapter)
+        self._scheduler.add(Sequence(request, 0, _ANY_TREE))
         self._text = text
 
     def stop(self) -> None:

@@ -53,7 +53,7 @@ class Runtime:
     ) -> None:
         self.settings = settings
         self.engine = engine
-        self.metrics = ServerMetrics(settings.served_name, settings.max_model_len, lambda: engine.health)
+        self.metrics = ServerMetrics(settings.served_name, settings.max_model_len, lambda: engine.health, len(settings.adapters))
         self.created_s = int(time.time())
         self.time_limits = TimeLimits(settings.first_token_limit_s, settings.request_limit_s)
         self.fatal: str | None = None

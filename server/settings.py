@@ -258,6 +258,11 @@ class Settings(BaseSettings):
         description="Several such names, comma-separated, in place of model_name; all are listed, and the first is that of the "
         "metrics.",
     )
+    lora: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        default=(),
+        description="LoRA adapters, each NAME=FOLDER in PEFT's format; NAME is a further model of requests. The flag may be "
+        "repeated. Unset: none.",
+    )
     generation_config: Literal["auto", "none"] = Field(
         default="auto",
         description="Defaults of the sampling parameters that a request does not set; auto: those of the model's "
@@ -423,6 +428,18 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _adapters_are_named(self) -> Self:
+        for item in self.lora:
+            name, _, folder = item.partition("=")
+            if not name or not folder or "," in name or len(name) > MAX_NAME_CHARS:
+                raise ValueError(f"lora: {item!r} is not NAME=FOLDER, with a name of at most {MAX_NAME_CHARS} characters")
+            if name in self.served_names:
+                raise ValueError(f"lora: {name} is a name of the model")
+        if len(self.adapters) < len(self.lora):
+            raise ValueError("lora has a name twice")
+        return self
+
+    @model_validator(mode="after")
     def _tracing_is_installed(self) -> Self:
         if self.otlp_endpoint is not None and not _is_tracing_installed():
             raise ValueError("otlp_endpoint needs the extra otel: pip install 'latebranch[otel]'")
@@ -496,19 +513,24 @@ class Settings(BaseSettings):
         """The names clients use for the model."""
         return self.served_model_name or (self.model_name or self.model,)
 
+    @cached_property
+    def adapters(self) -> Mapping[str, str]:
+        """The folders of the LoRA adapters by name."""
+        return dict(item.split("=", 1) for item in self.lora)
+
     @property
     def served_name(self) -> str:
         """The name of the model in metrics and logs."""
         return self.served_names[0]
 
     def to_tool_config(self) -> EngineConfig:
-        """Return the engine's configuration for a tool: without the server's trace file, audit, canary and prefix cache.
+        """Return the engine's configuration for a tool: without trace file, audit, canary, prefix cache and adapters.
 
         Without the prefix cache a tool that repeats prompts measures their prefill each time.
         """
         config = self.to_engine_config()
         scheduler = replace(config.scheduler, prefix_block_tokens=0)
-        return replace(config, trace_file=None, audit_share=0.0, kv_canary=False, scheduler=scheduler)
+        return replace(config, trace_file=None, audit_share=0.0, kv_canary=False, scheduler=scheduler, lora=())
 
     def _selector(self, drafter: str) -> str | None:
         """Return the network's file; None for counting.
@@ -561,6 +583,7 @@ class Settings(BaseSettings):
             cuda_graphs=self.cuda_graphs,
             deterministic=self.deterministic,
             kv_canary=self.kv_canary,
+            lora=tuple(self.adapters.items()),
             scheduler=SchedulerConfig(
                 max_running=self.max_running,
                 max_waiting=self.max_waiting,

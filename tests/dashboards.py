@@ -20,7 +20,7 @@ _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_
 
 def exported_metrics() -> set[str]:
     """Return every name that a scrape can have."""
-    metrics = ServerMetrics("m", 128, lambda: EngineHealth(EngineState.READY, 0.0, 0))
+    metrics = ServerMetrics("m", 128, lambda: EngineHealth(EngineState.READY, 0.0, 0), num_adapters=1)
     metrics.steps.on_model(ModelInfo("m", 8, 128, 64, (), "float32", "cpu", "ngram", "traversal", "plain"), has_prefix_cache=True)
     return {family.name + end for family in metrics.registry.collect() for end in _SUFFIXES[family.type]}
 

@@ -29,6 +29,7 @@ class Segment:
     """One sequence's queries. `key_slots` ends with the W tail keys at `tail_positions`; earlier keys are at 0, 1, 2, ...
 
     The first `num_chain` tokens are certain, each the parent of the next: no pass continues from one of them but the last.
+    `adapter` names the LoRA adapter under which they run; None is the base.
     """
 
     token_ids: Sequence[int]
@@ -38,6 +39,7 @@ class Segment:
     tail_visible_TW: NDArray[np.bool_]
     tail_positions: Sequence[int]
     num_chain: int = 0
+    adapter: str | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -33,7 +33,9 @@ def chain_segment(token_ids: Sequence[int], context_len: int, slots: Sequence[in
     return tree_segment(token_ids, _ROOT_ALONE, context_len, slots)
 
 
-def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, slots: Sequence[int]) -> Segment:
+def tree_segment(
+    certain_ids: Sequence[int], tree: TokenTree, context_len: int, slots: Sequence[int], adapter: str | None = None
+) -> Segment:
     """Return the segment of certain tokens whose last is the root of `tree`. `slots` covers context, chain and nodes.
 
     tail mask        chain  nodes
@@ -44,7 +46,7 @@ def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, 
     if len(certain_ids) == tree.num_nodes == 1:
         end, position = context_len + 1, (context_len,)
         key_slots = slots if len(slots) == end else slots[:end]
-        return Segment(certain_ids, position, (slots[context_len],), key_slots, _SEES_ITSELF, position)
+        return Segment(certain_ids, position, (slots[context_len],), key_slots, _SEES_ITSELF, position, adapter)
     num_chain, num_tail = len(certain_ids), len(certain_ids) + tree.num_nodes - 1
     visible_WW = tree.ancestors_NN
     if num_chain > 1:
@@ -61,6 +63,7 @@ def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, 
         tail_visible_TW=visible_WW,
         tail_positions=positions,
         num_chain=num_chain,
+        adapter=adapter,
     )
 
 

@@ -57,7 +57,7 @@ class AuditRecord:
     @property
     def text(self) -> KnownText:
         """The tokens to feed again."""
-        return KnownText(self.request.prompt_ids, tuple(self.token_ids))
+        return KnownText(self.request.prompt_ids, tuple(self.token_ids), self.request.adapter)
 
 
 class RecordCheck:

@@ -42,6 +42,7 @@ class Row:
     `num_new_prompt_tokens` of the certain tokens are prompt tokens fed for the first time (not after a preemption). `history`
     is the whole committed text, a read-only view that starts with `num_prompt_tokens` prompt tokens. A row with `is_traced`
     keeps all data of a trace. A noise-aware tree leaves out nodes whose expected value is below their cost in `growth_costs`.
+    The target runs the row under the LoRA adapter of that name; drafters run the base.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Row:
     num_prompt_tokens: int
     is_traced: bool = False
     growth_costs: GrowthCosts = FREE_GROWTH
+    adapter: str | None = None
 
     @property
     def end(self) -> int:

@@ -159,6 +159,7 @@ class Request:
     tenant's name up to the first slash is its `group`, an API key. Requests with the same `cache_salt` share cached prefixes;
     None shares nothing. The queue serves groups in turn. Within its group, a request of `priority` p is queued as if p more
     requests had arrived before it. A negative p means fewer requests. `progress` is empty unless the request is resumed.
+    The target runs under the LoRA adapter named `adapter`; None is the base. Requests of different adapters share no prefixes.
 
     `drawn_seed` seeds the noise of a request without a seed. It is drawn once, when the request is created, and is the same in
     each worker. The length of a step can depend on the noise of later positions, so the noise must not change on a restart.
@@ -173,6 +174,7 @@ class Request:
     cache_salt: str | None = ""
     priority: int = 0
     progress: Progress = field(default_factory=Progress)
+    adapter: str | None = None
     drawn_seed: int = field(default_factory=_drawn_seed, compare=False)
 
     @property
@@ -260,16 +262,17 @@ STAGES = ("draft", "verify", "judge", "policy", "host")  # of a step; StepStats 
 class StepStats:
     """Statistics of one engine step. Counts are of this step, gauges describe the state after it.
 
-    `num_prompt_tokens` were fed for the first time. `num_prefix_queries` prompt tokens were looked up in the
-    prefix cache; `num_prefix_hits` of them were found and not fed. Seconds: `draft_s` growing trees, `verify_s` the target's forward,
-    `judge_s` distributions and verification, `policy_s` choosing expansions and learning from feedback, `host_s` the rest.
-    The target's pass reads at least `num_read_bytes` of weights and cached keys, and its products have `num_operations`.
-    `policy_reason` is the reason of the policy's choice. The policy may predict a step: `predicted_s` its seconds,
-    `predicted_speedup` its tokens per second relative to plain decoding. `accepted_per_depth[d]` counts sequences whose
-    accepted path reached depth d + 1. `expansions` counts decoding rows by their expansion's label. `drafted_by_source` and
-    `accepted_by_source` count drafted and accepted tokens by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the
-    `num_expected_rows` decoding rows whose verifier computes it. `num_realised_tokens` sums accepted depth + 1 over the same
-    rows, before limits cut it. The two differ by chance alone.
+    `running_adapters` and `waiting_adapters` are the LoRA adapters of requests in either state. `num_prompt_tokens` were fed
+    for the first time. `num_prefix_queries` prompt tokens were looked up in the prefix cache; `num_prefix_hits` of them were
+    found and not fed. Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` distributions and
+    verification, `policy_s` choosing expansions and learning from feedback, `host_s` the rest. The target's pass reads at
+    least `num_read_bytes` of weights and cached keys, and its products have `num_operations`. `policy_reason` is the reason
+    of the policy's choice. The policy may predict a step: `predicted_s` its seconds, `predicted_speedup` its tokens per
+    second relative to plain decoding. `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1.
+    `expansions` counts decoding rows by their expansion's label. `drafted_by_source` and `accepted_by_source` count drafted
+    and accepted tokens by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the `num_expected_rows` decoding rows
+    whose verifier computes it. `num_realised_tokens` sums accepted depth + 1 over the same rows, before limits cut it. The
+    two differ by chance alone.
     """
 
     step: int
@@ -305,6 +308,8 @@ class StepStats:
     policy_reason: str = ""
     predicted_s: float | None = None
     predicted_speedup: float = 1.0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
     audit: AuditStats | None = None
 
 
@@ -339,6 +344,7 @@ class ModelInfo:
     policy: str
     has_same_bits: bool = False  # a row's logits have the same bits in passes of any width
     cache_dtype: str | None = None  # of keys and values, where it is not `dtype`
+    adapters: tuple[str, ...] = ()  # names of the loaded LoRA adapters
     defaults: RequestDefaults = RequestDefaults()
 
     @property

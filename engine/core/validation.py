@@ -28,6 +28,8 @@ def require_runnable(request: Request, info: ModelInfo) -> None:
         raise RequestRefused(f"a prediction of {len(request.prediction_ids)} tokens exceeds {info.max_model_len} tokens")
     if request.progress.token_ids and len(request.progress.token_ids) >= sampling.max_tokens:
         raise RequestRefused(f"{len(request.progress.token_ids)} of {sampling.max_tokens} tokens have been generated already")
+    if request.adapter is not None and request.adapter not in info.adapters:
+        raise RequestRefused(f"there is no adapter {request.adapter!r}")
     token_ids = (*request.prompt_ids, *request.prediction_ids, *request.progress.token_ids)
     if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
         raise RequestRefused(f"prompt, prediction and generated token ids must be in [0, {info.vocab_size})")

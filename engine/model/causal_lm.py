@@ -6,7 +6,7 @@ Shape key: T packed tokens, N rows of logits, V vocabulary.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from engine.attention.paged.graphs import PassMemory
 from engine.attention.paged.table import IDS, POSITIONS, PagedBatch, Shape, TableColumns, table_of
 from engine.attention.tree_attention import NAME, AttentionContext, GatheredAttention, register
 from engine.kv_cache.kv_cache import KVCache
+from engine.model.adapters import AdaptedRows, adapt
 from engine.model.check import check_text, own_logits, require_equal, require_same_bits, tolerance_of
 from engine.model.fp8 import fp8_reason
 from engine.model.fused.decoder import FusedDecoder
@@ -42,6 +43,7 @@ from engine.utils.one_line import one_line
 from engine.utils.progress_bar import quiet_libraries
 from engine.weights import UnsupportedModel
 from engine.weights.facts import end_tokens
+from engine.weights.lora import Adapter
 from engine.weights.pretrained import load_module, refuse_by_configuration, refused
 from engine.weights.stored_config import read_config
 from engine.weights.weight_headers import stored_dtype
@@ -58,6 +60,7 @@ class CausalModel:
 
     fused: FusedDecoder | None = None  # if set, runs passes over tables in place of the module
     recurrent: RecurrentLayers | None = None
+    adapters: AdaptedRows | None = None  # of the LoRA adapters, if there are any
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module: Any = module.to(device).eval()
@@ -137,10 +140,18 @@ class CausalModel:
         """Let a row's logits have the same bits in any pass from now on. Raises UnsupportedModel if that is not possible."""
         if self.has_same_bits:
             return
-        self.fused = _fused_of(self, is_deterministic=True)
+        self.fused = None if self.adapters else _fused_of(self, is_deterministic=True)
         if self.fused is None:
             raise UnsupportedModel(f"deterministic: on {self.device} passes of this model round by their width")
         require_same_bits(self, check_text(self))
+
+    def add_adapters(self, adapters: Sequence[Adapter]) -> None:
+        """Add LoRA adapters, which segments name. transformers' module then runs every pass. Raises UnsupportedModel."""
+        if self.has_states:
+            raise UnsupportedModel("lora: adapters of models with recurrent layers are not supported")
+        assert self.native is None
+        self.fused = None
+        self.adapters = adapt(self.module, adapters, self.device)
 
     def restore_attention(self) -> None:
         """Let the model attend to an engine's slots again, after another attention was set."""
@@ -149,6 +160,12 @@ class CausalModel:
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
+        if self.adapters is None:
+            return self._forward(batch, cache, logit_rows_N)
+        with self.adapters.of(batch):
+            return self._forward(batch, cache, logit_rows_N)
+
+    def _forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         if self.native is not None:
             return self.native.forward(batch, cache, logit_rows_N)
         if self.attend is None or cache.is_watched:

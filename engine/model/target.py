@@ -92,7 +92,7 @@ class Target:
         start = 0
         for row in plan.rows:
             tree = next(remaining) if row.is_decoding else TokenTree.single(row.certain_ids[-1])
-            segments.append(tree_segment(row.certain_ids, tree, row.context_len, row.slots))
+            segments.append(tree_segment(row.certain_ids, tree, row.context_len, row.slots, row.adapter))
             end = start + segments[-1].num_tokens
             if row.is_decoding:
                 logit_rows.extend(range(end - tree.num_nodes, end))

@@ -7,7 +7,7 @@ no models.
 
 import logging
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -95,6 +95,16 @@ class Scheduler:
     def running_ids(self) -> list[str]:
         """The requests that take part in each step, oldest first."""
         return [sequence.request_id for sequence in self._running]
+
+    @property
+    def running_adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters of running sequences."""
+        return _adapters(self._running)
+
+    @property
+    def waiting_adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters of sequences that hold no slots yet."""
+        return _adapters(set(self._by_id.values()).difference(self._running))
 
     @property
     def has_work(self) -> bool:
@@ -297,6 +307,7 @@ class Scheduler:
             num_prompt_tokens=len(sequence.request.prompt_ids),
             is_traced=self.traces_all or sequence.request.speculation.is_traced,
             growth_costs=FREE_GROWTH if sequence.request.speculation.expansion else growth_costs,
+            adapter=sequence.request.adapter,
         )
 
     def _allocated(self, count: int) -> list[int]:
@@ -399,6 +410,10 @@ class Scheduler:
             if not sequence.draft_len <= sequence.target_len < sequence.num_tokens:
                 lengths = f"{sequence.draft_len} <= {sequence.target_len} < {sequence.num_tokens}"
                 raise IntegrityError(f"{sequence.request_id}: {lengths} does not hold")
+
+
+def _adapters(sequences: Iterable[Sequence]) -> tuple[str, ...]:
+    return tuple(sorted({one.request.adapter for one in sequences if one.request.adapter is not None}))
 
 
 def _num_fed(sequence: Sequence) -> int:

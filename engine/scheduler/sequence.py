@@ -8,7 +8,7 @@ from array import array
 
 from engine.core.policy import SequenceView
 from engine.core.types import FinishReason, Request
-from engine.scheduler.slot_allocator import Block
+from engine.scheduler.slot_allocator import Block, Salt
 
 
 class Sequence:
@@ -32,7 +32,7 @@ class Sequence:
         self.slots = array("q")
         self.blocks: list[Block] = []  # of the prefix cache; their slots are the first of `slots`
         self.num_marked = 0  # blocks marked as drafted
-        self.salt = request.cache_salt
+        self.salt: Salt | None = None if request.cache_salt is None else (request.adapter, request.cache_salt)
         self.draft_len = 0
         self.num_prefix_hits = 0  # prompt tokens found in the prefix cache and not fed
         self.arrival_s = time.monotonic()

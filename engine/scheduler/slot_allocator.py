@@ -7,7 +7,8 @@ and no key or value ever moves (docs/architecture.md). Knows which slots are fre
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-BlockKey = tuple[int | str | None, tuple[int, ...]]  # the parent's serial (of a first block the salt) and the tokens
+Salt = tuple[str | None, str]  # the LoRA adapter, since keys differ between adapters, and the request's salt
+BlockKey = tuple[int | Salt | None, tuple[int, ...]]  # the parent's serial (of a first block the salt) and the tokens
 
 
 @dataclass(slots=True, eq=False)

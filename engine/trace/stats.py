@@ -239,4 +239,6 @@ def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepSt
         policy_reason=record.choice.reason,
         predicted_s=record.choice.step_s,
         predicted_speedup=record.choice.speedup,
+        running_adapters=scheduler.running_adapters,
+        waiting_adapters=scheduler.waiting_adapters,
     )

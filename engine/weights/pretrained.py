@@ -60,6 +60,16 @@ def load_module(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **_WEIGHTS, **options)
 
 
+def empty_module(folder: Path) -> Any:
+    """Return the model of a folder without its weights, on torch's meta device. Raises what `load_config` raises."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(folder)
+    with torch.device("meta"):
+        return _read(lambda: AutoModelForCausalLM.from_config(config, **_TRUST), "configuration", folder)
+
+
 def refused(model_type: object, why: object) -> UnsupportedModel:
     """Return the error for a model type that cannot be served."""
     return UnsupportedModel(f"model type {model_type!r} is not supported: {one_line(why)}")

@@ -11,7 +11,16 @@ from server.settings import Settings, load_settings
 # The groups of the help, in its order. Each setting is in one of them.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "model": (
-        *("model", "dtype", "model_name", "served_model_name", "generation_config", "tool_call_parser", "reasoning_parser"),
+        *(
+            "model",
+            "dtype",
+            "lora",
+            "model_name",
+            "served_model_name",
+            "generation_config",
+            "tool_call_parser",
+            "reasoning_parser",
+        ),
         *("device", "num_threads", "cuda_graphs", "deterministic"),
     ),
     "address and keys": (
@@ -40,6 +49,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 _KINDS: Mapping[Any, str] = {int: "N", float: "NUMBER", bool: "{true,false}"}
 
+_REPEATED = frozenset({"lora"})  # settings whose flag may be given several times
 _MANY = 8  # choices that are listed in the description
 
 
@@ -53,7 +63,9 @@ def add_settings_flags(command: argparse.ArgumentParser) -> None:
             flag, kind = f"--{name.replace('_', '-')}", _kind(field.annotation)
             choices = f" One of {', '.join(get_args(field.annotation))}." if kind == "NAME" else ""
             text = _help(f"{field.description}{choices}", field.default)
-            if field.annotation is bool:  # a flag alone is true
+            if name in _REPEATED:
+                group.add_argument(flag, default=argparse.SUPPRESS, metavar=kind, help=text, action="append")
+            elif field.annotation is bool:  # a flag alone is true
                 group.add_argument(flag, default=argparse.SUPPRESS, metavar=kind, help=text, nargs="?", const="true")
             else:
                 group.add_argument(flag, default=argparse.SUPPRESS, metavar=kind, help=text)
@@ -72,7 +84,7 @@ def _kind(annotation: Any) -> str:
     return _KINDS.get(annotation, "VALUE")
 
 
-def given_flags(parsed: argparse.Namespace) -> dict[str, str]:
+def given_flags(parsed: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that were given as flags."""
     return {name: value for name, value in vars(parsed).items() if name in Settings.model_fields}
 

@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 
 def require_served(runtime: Runtime, name: str) -> None:
-    """Raise UnknownModel unless the model of that name is served."""
-    if name not in runtime.settings.served_names:
+    """Raise UnknownModel unless the model or adapter of that name is served."""
+    if name not in runtime.settings.served_names and name not in runtime.settings.adapters:
         raise UnknownModel(name)
 
 

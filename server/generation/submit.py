@@ -225,6 +225,7 @@ class _Submission:
                     tenant=tenant,
                     cache_salt=cache_salt_of(tenant, body.cache_salt, runtime.settings.prefix_cache == "all"),
                     priority=body.priority or 0,
+                    adapter=body.model if body.model in runtime.settings.adapters else None,
                 ),
                 self._choice(use, index, ids),
                 meter.sample(len(ids)),

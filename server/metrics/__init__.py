@@ -11,6 +11,7 @@ from server.metrics.constructors import Families
 from server.metrics.health import HealthCollector
 from server.metrics.http import HttpMetrics
 from server.metrics.keys import KeyMetrics
+from server.metrics.lora import AdapterCollector
 from server.metrics.requests import RequestMetrics
 from server.metrics.steps import StepMetrics
 
@@ -25,7 +26,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 class ServerMetrics:
     """Owns the registry. Its parts are updated by engine steps, by requests, by HTTP and at each scrape."""
 
-    def __init__(self, model_name: str, max_model_len: int, health: Callable[[], EngineHealth]) -> None:
+    def __init__(self, model_name: str, max_model_len: int, health: Callable[[], EngineHealth], num_adapters: int = 0) -> None:
         self.registry = CollectorRegistry()
         families = Families(self.registry, model_name)
         self.steps = StepMetrics(families, health)
@@ -34,6 +35,8 @@ class ServerMetrics:
         self.http = HttpMetrics(self.registry)
         self.keys = KeyMetrics(self.registry)
         self.registry.register(HealthCollector(model_name, health))
+        if num_adapters:
+            self.registry.register(AdapterCollector(num_adapters, lambda: self.steps.load))
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 

@@ -21,6 +21,8 @@ class EngineLoad:
     num_waiting: int = 0
     num_used_slots: int = 0
     num_slots: int = 0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
 
     @property
     def cache_usage(self) -> float:
@@ -159,7 +161,14 @@ class StepMetrics:
         health, last = self._health(), self._last
         if last is None or health.state is not EngineState.READY or health.num_restarts != self._last_restarts:
             return EngineLoad()
-        return EngineLoad(last.num_running, last.num_waiting, last.num_used_slots, last.num_slots)
+        return EngineLoad(
+            num_running=last.num_running,
+            num_waiting=last.num_waiting,
+            num_used_slots=last.num_used_slots,
+            num_slots=last.num_slots,
+            running_adapters=last.running_adapters,
+            waiting_adapters=last.waiting_adapters,
+        )
 
     def _on_speculation(self, stats: StepStats) -> None:
         self._drafts.inc(stats.num_drafts)

@@ -16,9 +16,9 @@ router = APIRouter(prefix="/v1", tags=["models"])
 
 @router.get("/models", responses={status: ERRORS[status] for status in (401, 403, 500)})
 async def list_models(request: Request) -> ModelList | AnthropicModelList:
-    """List the one served model, under each of its names; with the header anthropic-version in Anthropic's format."""
+    """List the served model, under each of its names, and its adapters; with anthropic-version in Anthropic's format."""
     runtime = runtime_of(request)
-    cards = [_card(runtime, name) for name in runtime.settings.served_names]
+    cards = [_card(runtime, name) for name in (*runtime.settings.served_names, *runtime.settings.adapters)]
     if is_anthropic(request.scope):
         return AnthropicModelList(data=[*map(_anthropic, cards)], first_id=cards[0].id, last_id=cards[-1].id)
     return ModelList(data=cards)
@@ -38,7 +38,8 @@ def _card(runtime: Runtime, name: str) -> ModelCard:
         max_model_len = runtime.engine.model.max_model_len
     except EngineUnavailable:
         max_model_len = None
-    return ModelCard(id=name, created=runtime.created_s, max_model_len=max_model_len)
+    parent = runtime.settings.served_name if name in runtime.settings.adapters else None
+    return ModelCard(id=name, created=runtime.created_s, parent=parent, max_model_len=max_model_len)
 
 
 def _anthropic(card: ModelCard) -> AnthropicModel:

@@ -95,6 +95,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "latebranch"
+    parent: str | None = Field(None, description="The base model, of a LoRA adapter.")
     max_model_len: int | None = Field(None, description="Prompt and answer together, in tokens; null while the engine starts.")
 
 

@@ -106,16 +106,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, -2, 3]),
         num_common=st.sampled_from([0, 3, 6, 9, 12]),
         salt=st.sampled_from(["", "", "", "other", None]),
+        adapter=st.sampled_from([None, None, None, "adapter"]),
         is_scored=st.sampled_from([False, False, False, True]),
     )
-    def submit(self, num_prompt, max_tokens, is_enabled, wish, priority, num_common, salt, is_scored):
+    def submit(self, num_prompt, max_tokens, is_enabled, wish, priority, num_common, salt, adapter, is_scored):
         max_tokens = min(max_tokens, self.config.num_slots - num_prompt)
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,), num_prompt_logprobs=0 if is_scored else None)
         own = 100 * self.count + 20
         # few different tokens: blocks of the same tokens stand in different places
         prompt = tuple(12 + place % 3 if place < num_common else own + place for place in range(num_prompt))
         speculation = Speculation(is_enabled > 0, wish)
-        request = Request(str(self.count), prompt, sampling, speculation, cache_salt=salt, priority=priority)
+        request = Request(str(self.count), prompt, sampling, speculation, cache_salt=salt, priority=priority, adapter=adapter)
         self.scheduler.add(Sequence(request, self.count, "traversal"))
         with pytest.raises(ValueError, match="in use"):
             self.scheduler.add(Sequence(request, 0, "traversal"))
@@ -178,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def owner(self, request_id: str) -> str:
         """Return the group of requests that may read a request's caches."""
         salt = self.alive[request_id].cache_salt if self.config.prefix_block_tokens else None
-        return request_id if salt is None else f"salt {salt}"
+        return request_id if salt is None else f"salt {salt} of {self.alive[request_id].adapter}"
 
     def turn(self, request_id: str) -> tuple[int, int]:
         """Return a request's place in the queue: each unit of priority lets one later request pass."""

@@ -53,7 +53,13 @@ class ForgetsTheParent(PrefixCache):
 class ForgetsTheSalt(PrefixCache):
     def _next_key(self, sequence):
         parent, tokens = super()._next_key(sequence)
-        return "" if isinstance(parent, str) else parent, tokens
+        return (parent[0], "") if isinstance(parent, tuple) else parent, tokens
+
+
+class ForgetsTheAdapter(PrefixCache):
+    def _next_key(self, sequence):
+        parent, tokens = super()._next_key(sequence)
+        return (None, parent[1]) if isinstance(parent, tuple) else parent, tokens
 
 
 class TakesTheRootForCached(PrefixCache):
@@ -237,6 +243,7 @@ def test_scheduler_kills(mutant):
     [
         ForgetsTheParent,
         ForgetsTheSalt,
+        ForgetsTheAdapter,
         TakesTheRootForCached,
         AdoptsInTheMiddle,
         FreesWhatOthersUse,
