@@ -33,9 +33,7 @@ def _options(names: Sequence[str]) -> bytes:
 
 
 _FILES["index.html"] = (
-    _FILES["index.html"]
-    .replace(b"<!-- trees -->", _options(TREE_NAMES))
-    .replace(b"<!-- verifiers -->", _options(VERIFIER_NAMES))
+    _FILES["index.html"].replace(b"<!-- trees -->", _options(TREE_NAMES)).replace(b"<!-- verifiers -->", _options(VERIFIER_NAMES))
 )
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
