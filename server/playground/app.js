@@ -143,7 +143,8 @@ async function generate(side, path, body, signal, shown = { text: "" }) {
       if (step) answer.add(step);
       if (usage?.completion_tokens) {
         if (!metrics) pace.add(usage.completion_tokens);
-        const steps = metrics ? metrics.speculative_decoding.num_spec_steps : answer.steps.length;
+        const drafted = metrics?.speculative_decoding.num_accepted_draft_tokens; // every step adds a token to these
+        const steps = answer.steps.length || (metrics ? usage.completion_tokens - drafted : null);
         answer.count({ tokens: usage.completion_tokens, steps, speed: pace.speed });
       }
       if (performance.now() - rendered < RENDER_MS) continue;
