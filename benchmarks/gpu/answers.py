@@ -56,5 +56,5 @@ def adaptive_over(engine: Engine, drafter: AnswerDrafter, limits: SchedulerConfi
     """Return the adaptive policy with the costs of an engine's passes, measured now, which counts acceptance."""
     rig = StepTimer(engine.info, limits, engine.target, drafter)
     menu = menu_for_all(_EXPANSION, "coupled", _LARGEST)
-    policy = AdaptiveExpansion(menu, CountedAcceptance(menu), measure(rig, budget_s=budget_s).costs(), rig.fed_only_share)
+    policy = AdaptiveExpansion(menu, CountedAcceptance(menu), measure(rig, budget_s=budget_s).costs())
     return CachedChoice(GuardedPolicy(policy, _EXPANSION))

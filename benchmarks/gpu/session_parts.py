@@ -195,7 +195,7 @@ def _bytes_of_step(model: CausalModel, num_rows: int, num_keys: int) -> int:
     assert model.fused is not None
     text = model.module.config
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    key_bytes = 2 * text.num_hidden_layers * text.num_key_value_heads * head_size * model.module.dtype.itemsize
+    key_bytes: int = 2 * text.num_hidden_layers * text.num_key_value_heads * head_size * model.module.dtype.itemsize
     return model.fused.weight_bytes + num_rows * num_keys * key_bytes
 
 

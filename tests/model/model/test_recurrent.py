@@ -100,7 +100,7 @@ def test_steps_follow_the_tree():
     ]
 
 
-def test_a_state_that_is_not_kept_is_missed():
+def test_missing_state_is_detected():
     """A pass must never continue from zeros in the middle of a sequence."""
     cache = KVCache(8, CPU)
     driven = model("lfm2")
@@ -205,7 +205,7 @@ def test_a_resumed_text_goes_on(family):
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_a_seed_gives_one_text_with_and_without_drafts(family):
+def test_seeded_text_is_equal_without_drafts(family):
     text = own_greedy_text(family, PROMPT, 16)
     seeded = [sampled(str(seed), PROMPT, seed) for seed in range(4)]
     plain = [replace(one, speculation=replace(one.speculation, is_enabled=False)) for one in seeded]
