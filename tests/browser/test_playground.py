@@ -282,7 +282,8 @@ def test_marks_are_rendered_in_linear_time(page: Page, text: str) -> None:
         render(place, text.replaceAll(" ", "\\n"));
         return performance.now() - begin;
     }"""
-    assert page.evaluate(script, text * (60_000 // len(text))) < 5000
+    length = 1_200_000 if "[" in text else 60_000  # elements take their time, brackets alone become none
+    assert page.evaluate(script, text * (length // len(text))) < 5000
 
 
 def test_default_request_is_untraced_and_free(page: Page) -> None:
