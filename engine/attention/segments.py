@@ -46,7 +46,7 @@ def tree_segment(
     if len(certain_ids) == tree.num_nodes == 1:
         end, position = context_len + 1, (context_len,)
         key_slots = slots if len(slots) == end else slots[:end]
-        return Segment(certain_ids, position, (slots[context_len],), key_slots, _SEES_ITSELF, position, adapter)
+        return Segment(certain_ids, position, (slots[context_len],), key_slots, _SEES_ITSELF, position, adapter=adapter)
     num_chain, num_tail = len(certain_ids), len(certain_ids) + tree.num_nodes - 1
     visible_WW = tree.ancestors_NN
     if num_chain > 1:
