@@ -2,8 +2,8 @@
 
 Times a grid of passes and a few real steps within a budget of seconds, and fits the coefficients to the medians. Rounds over
 all sizes alternate, so a disturbance does not hit one size alone. A slow machine measures only the most informative sizes. A
-profile is a small file in the weights cache. Its name covers everything that the times depend on. A disturbed profile is used
-only by a worker that replaces another.
+profile is a small file in the weights cache. Its name covers everything that the times depend on. A replacement worker uses
+a disturbed profile. The next start of a server measures it once more.
 """
 
 import hashlib

@@ -23,7 +23,7 @@ class Reason(StrEnum):
     FIXED = "fixed"  # the policy has no alternative
     SPECULATION_PAYS = "speculation_pays"
     PLAIN_IS_BEST = "plain_is_best"
-    PROBE = "probe"  # plain decoding seems best, and one sequence drafts to check
+    PROBE = "probe"  # a tree that does not look best is drafted, to learn from it
     COMPARISON = "comparison"  # plain decoding in place of drafts, to compare their speeds
     COPIED_TEXT = "copied_text"  # sequences repeat cached text reliably, so chains of it replace the choice
     FALLBACK = "fallback"  # the policy failed to predict the step, so the fixed expansion is used
