@@ -94,7 +94,7 @@ def build_engine(
         torch.cuda.set_device(device)  # our kernels and graphs run on the current device
     if adapters:
         require_fitting(adapters, resolve(config.model).folder)
-    _require_memory(config, device)
+    _require_memory(config, device, sum(adapter.num_bytes for adapter in adapters))
     loader = _Models(load or load_whole, {} if models is None else models)
     model = _adapted(config, adapters, device) if adapters else loader.load(config.model, config.dtype, device)
     if config.deterministic:
@@ -218,9 +218,10 @@ def _prepare(recorded: Sequence[Prepared]) -> None:
         passes.prepare()
 
 
-def _require_memory(config: EngineConfig, device: torch.device) -> None:
+def _require_memory(config: EngineConfig, device: torch.device, adapter_bytes: int) -> None:
     """Raise BadConfiguration if the engine does not fit into memory, before anything is loaded."""
     need = memory_need(config, draft_dtype(config, device), device)
+    need = replace(need, weights=need.weights + adapter_bytes)
     if (lacking := shortage(need, device)) is not None:
         raise BadConfiguration(lacking)
     _logger.debug("memory at most: %s", need)

@@ -106,10 +106,10 @@ def _attend(num_tokens: int, shared: int, heads: int, size: int) -> Case:
     made = "*fp32" if is_split else "*bf16"
     types = dict.fromkeys(attention.attend.arg_names, "i32")
     types |= {"query": "*bf16", "keys": "*bf16", "values": "*bf16", "table": "*i32", "out": made, "logs": made}
-    types |= {"scale": "fp32", "softcap": "fp32"}
+    types |= {"scale": "fp32", "softcap": "fp32", "sinks": "*bf16"}
     constants = {"G": shared, "NUM_HEADS": heads, "K": size, "V": size, "TILE_LEN": tile_len, "IS_SPLIT": is_split}
     constants |= {"BLOCK_M": rows, "BLOCK_N": blocks.num_columns, "BLOCK_K": block, "BLOCK_V": block}
-    constants |= {"HAS_SOFTCAP": False, "HAS_WINDOW": False}
+    constants |= {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False}
     name = f"attend, heads of {size}, {num_tokens} tokens"
     return Case(name, attention.attend, types, constants, blocks.num_warps, blocks.num_stages)
 

@@ -140,7 +140,9 @@ class CausalModel:
         """Let a row's logits have the same bits in any pass from now on. Raises UnsupportedModel if that is not possible."""
         if self.has_same_bits:
             return
-        self.fused = None if self.adapters else _fused_of(self, is_deterministic=True)
+        self.fused = None  # frees its weights, before others are stacked
+        if self.adapters is None:
+            self.fused = _fused_of(self, is_deterministic=True)
         if self.fused is None:
             raise UnsupportedModel(f"deterministic: on {self.device} passes of this model round by their width")
         require_same_bits(self, check_text(self))

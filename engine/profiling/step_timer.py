@@ -60,6 +60,8 @@ class StepTimer:
             "num_threads": str(library.num_threads()),
             "torch": str(torch.__version__),
             "passes": library.digest() if self._target.model.native is not None else self._target.method,
+            "fused": str(self._target.model.fused is not None),
+            "same_bits": str(self._target.model.has_same_bits),
             "dtype": info.dtype,
             "target": self._target.model.description,
             "drafter": self._drafter.name if self._drafter else "none",

@@ -17,6 +17,7 @@ from engine.core.types import StepStats
 
 ERROR_RATE = 0.05  # of an interval, over all times together
 _BLOCK_STEPS = 64  # at least, with one plain step
+_MOST_STEPS = 4096  # of a block without a plain step, sixteen times the steps between two comparisons
 _WINDOW_PAIRS = 1024  # after which a new interval begins, so that old steps do not hide a change
 _FIRST_PAIRS = 64  # of a new interval before it replaces the last one
 _PRIOR_PAIRS = 4.0  # sets where the interval is narrowest: at about eight times as many pairs
@@ -109,7 +110,9 @@ class SpeedupOverPlain:
         if is_plain:  # plain decoding chooses no tree and feeds no drafter
             block.num_plain += 1
             block.plain_s += seconds * (1.0 - (stats.policy_s + stats.draft_s) / stats.step_s)
-        if block.num_plain and block.num_steps >= _BLOCK_STEPS:
+        if not block.num_plain and block.num_steps >= _MOST_STEPS:  # nothing decodes plainly here, such as under a fixed tree
+            self._blocks[num_rows] = _Block(typical_s=block.typical_s)
+        elif block.num_plain and block.num_steps >= _BLOCK_STEPS:
             self._add(block.plain_s / (block.num_plain * num_rows) * block.num_tokens, block.seconds)
             self._blocks[num_rows] = _Block(typical_s=block.typical_s)
 

@@ -8,7 +8,8 @@ const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])[ \t]+(?=\S)/;
 const QUOTE = /^ {0,3}> ?/;
 const TABLE_RULE = /^(?=[^-]*-)[-:| \t]+$/;
-const ADDRESS = /https?:\/\/[^\s<>"'`\])]+/y;
+const LONGEST_ADDRESS = 2048; // each mark looks no further, so time stays linear
+const ADDRESS = /https?:\/\/[^\s<>"'`\])]{1,2048}/y;
 const MARKS = { "**": "strong", "__": "strong", "~~": "s", "*": "em", _: "em" };
 
 // Replaces the contents of `place` by the rendered text.
@@ -218,7 +219,7 @@ function linkAt(text, at, find) {
   const begin = text.indexOf("[", at) + 1;
   const middle = find("](", begin);
   const end = middle < 0 ? -1 : find(")", middle);
-  if (end < 0) return null;
+  if (end < 0 || end - middle > LONGEST_ADDRESS) return null;
   const address = text.slice(middle + 2, end).trim().split(/\s/, 1)[0];
   const label = text.slice(begin, middle);
   return linked(address, text[at] === "!" ? `image: ${label || address}` : label || address, end + 1);

@@ -29,7 +29,9 @@ async def fill_in(body: InfillRequest, request: Request) -> Response:
     runtime = runtime_of(request)
     log_request(runtime.settings.log_requests, "/infill", body)
     limits = LineLimits(body.n_indent or 0, (body.t_max_predict_ms or 0) / 1000)
-    form = InfillFormat(body, runtime.settings.served_name, limits, partial(runtime.codec.decode, skips_special=False))
+    form = InfillFormat(
+        body, body.model or runtime.settings.served_name, limits, partial(runtime.codec.decode, skips_special=False)
+    )
     filling = body.to_generation(runtime.settings.served_name, longest_text(runtime.engine.model))
     generate = partial(infill_generation, runtime, body, filling, tenant_of(request, body.user), limits)
     return await unless_gone(request, generated_response(filling, generate, form))

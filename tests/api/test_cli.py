@@ -54,7 +54,7 @@ def test_help_starts_with_model_and_has_examples(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     first = next(line for line in text.splitlines() if line.strip().startswith("--"))
     assert first.split()[0] == "--model"
-    assert "--dtype {float32,bfloat16,int8,compact}" in text
+    assert "--dtype {float32,bfloat16,fp8,int8,compact}" in text
     assert "Default: smollm2-135m" in text
     examples = text.partition("examples:\n")[2].splitlines()
     assert len([line for line in examples if line.startswith("  latebranch serve ")]) == 2

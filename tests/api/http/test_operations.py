@@ -325,7 +325,7 @@ def test_metrics_compare_predicted_with_actual_seconds():
 
 async def test_every_metric_is_documented():
     documented = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
-    async with in_process(FakeEngine()) as client:
+    async with in_process(FakeEngine(), lora=("one=folder",)) as client:
         text = (await client.get("/metrics")).text
     families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     ours = [name for name in families if name.startswith(("vllm:", "latebranch_", "http_"))]

@@ -32,10 +32,10 @@ def attend(dtype, shared, heads, size, tile_len, is_split):
     given, made = POINTER[dtype], "*fp32" if is_split else POINTER[dtype]
     types = {name: "i32" for name in kernels.attend.arg_names}
     types |= {"query": given, "keys": given, "values": given, "table": "*i32", "out": made, "logs": made}
-    types |= {"scale": "fp32", "softcap": "fp32"}
+    types |= {"scale": "fp32", "softcap": "fp32", "sinks": given}
     constants = {"G": shared, "NUM_HEADS": heads, "K": size, "V": size, "TILE_LEN": tile_len, "IS_SPLIT": is_split}
     constants |= {"BLOCK_M": rows, "BLOCK_N": blocks.num_columns, "BLOCK_K": block, "BLOCK_V": block}
-    constants |= {"HAS_SOFTCAP": is_split, "HAS_WINDOW": is_split}
+    constants |= {"HAS_SOFTCAP": is_split, "HAS_WINDOW": is_split, "HAS_SINKS": is_split}
     return shared_bytes(kernels.attend, types, constants, blocks.num_warps, blocks.num_stages)
 
 def merge():

@@ -5,6 +5,7 @@ import torch
 
 from engine.build import BadConfiguration, build_engine
 from engine.core.config import EngineConfig
+from engine.memory_plan import memory_need
 from engine.model.causal_lm import adopt, load_model
 from engine.model.fp8 import FORMAT, Fp8Linear, rounded
 from engine.model.linear_backends import prepare_linears
@@ -82,6 +83,7 @@ def test_a_processor_refuses_eight_bit_floats(tmp_path):
     folder = model_folder(tmp_path)
     with pytest.raises(UnsupportedModel, match="fp8 needs a GPU that multiplies it: cpu is no CUDA device"):
         load_model(folder, "fp8", CPU, "plain")
+    assert memory_need(EngineConfig(str(folder), dtype="fp8"), "float32", CPU).weights > 0  # and does not end before
 
 
 def test_deterministic_is_refused_where_impossible(tmp_path, monkeypatch):

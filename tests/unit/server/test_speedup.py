@@ -136,3 +136,18 @@ def test_change_is_found_after_a_new_window(monkeypatch):
         if number == 256 * 40:
             assert found.interval().lower > 1.3
     assert found.interval().upper < 0.98
+
+
+def test_steps_long_before_a_comparison_count_little():
+    """The bug: a block grew without end until a plain step, and one pair of hours outweighed all others."""
+    found = SpeedupOverPlain()
+    for stats in Server(1.5).steps(30_000):
+        found.on_step(stats)
+    before = found.interval()
+    last = next(stats for stats in Server(1.5).steps(256) if not stats.num_draft_tokens)
+    for stats in Server(1.5).steps(60_000):
+        if stats.num_draft_tokens:
+            found.on_step(stats)
+    found.on_step(last)
+    assert found.interval().estimate == pytest.approx(before.estimate, rel=0.1)
+    assert found.interval().upper < 1.2 * before.upper
