@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks.markdown import table
+from benchmarks.peers.processes import free_port
+from benchmarks.start import is_up
 
 _LIMIT_S = 300.0
 _SERVE = "import sys; from server.cli.main import main; sys.exit(main())"
@@ -64,7 +65,7 @@ def main() -> None:
             "--prometheus-host",
             "127.0.0.1",
             "--prometheus-port",
-            str(_free_port()),
+            str(free_port()),
         ]
         gateway = stack.enter_context(_running([*smg, "--worker-urls", *replicas], "--port", "/readiness", folder))
         contenders = {"one thread": replicas[0], f"{many} replicas of one thread": gateway, f"{many} threads": server(many)}
@@ -110,12 +111,12 @@ def _tokens_per_s(url: str, args: argparse.Namespace) -> float:
 @contextlib.contextmanager
 def _running(command: Sequence[str], port_flag: str, path: str, folder: Path) -> Iterator[str]:
     """Run a server on a free port. Yield its address once `path` answers 200."""
-    port = _free_port()
+    port = free_port()
     with (folder / f"{port}.log").open("w") as log:
         process = subprocess.Popen([*command, port_flag, str(port)], stdout=log, stderr=subprocess.STDOUT, cwd=folder)
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + _LIMIT_S
     try:
-        while not _is_up(url + path):
+        while not is_up(url + path):
             if process.poll() is not None or time.monotonic() > end:
                 sys.exit(f"{command[0]} did not start: {folder / f'{port}.log'}")
             time.sleep(0.2)
@@ -123,18 +124,6 @@ def _running(command: Sequence[str], port_flag: str, path: str, folder: Path) ->
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-
-
-def _is_up(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(url, timeout=5).status_code == httpx.codes.OK
-    return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _cells(speeds: Sequence[float], base: Sequence[float]) -> list[str]:

@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from benchmarks.foreign import ForeignCpu
 from benchmarks.markdown import table
 from benchmarks.peers import setup
 from benchmarks.peers.groups import ProcessGroup
+from benchmarks.peers.processes import free_port
 from engine.weights import default_root, resolve
 
 _HERE = Path(__file__).resolve().parents[1]
@@ -115,9 +115,7 @@ def _program(file: Path, checkout: Path) -> Path:
 def measured(subject: Subject) -> Start:
     """Start a server, measure it, and stop it."""
     found = Start()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     begin_s = time.monotonic()
     process = subprocess.Popen(
         [*subject.command, str(port)],
@@ -134,7 +132,7 @@ def measured(subject: Subject) -> Start:
     reader.start()
     try:
         for moment, path in (("/live", subject.live), ("/ready", subject.ready)):
-            while not _is_up(f"http://127.0.0.1:{port}{path}"):
+            while not is_up(f"http://127.0.0.1:{port}{path}"):
                 if process.poll() is not None or time.monotonic() - begin_s > _LIMIT_S:
                     raise SystemExit(f"{subject.name} did not start:\n{''.join(lines[-40:])}")
                 time.sleep(0.02)
@@ -172,7 +170,8 @@ def _read(process: "subprocess.Popen[str]", begin_s: float, found: Start, lines:
                 found.seconds.setdefault(stage, now_s - begin_s)
 
 
-def _is_up(url: str) -> bool:
+def is_up(url: str) -> bool:
+    """Return whether a GET of the address is answered with 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)

@@ -33,6 +33,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.passes import RecordedPasses
 from engine.testing import tiny_engine
+from engine.weights.layer_sizes import key_bytes
 
 BANDWIDTH = 3.0e12  # bytes a second that an H100 reaches
 _PROMPT = 32
@@ -193,10 +194,7 @@ def _decode(session: Session) -> None:
 def _bytes_of_step(model: CausalModel, num_rows: int, num_keys: int) -> int:
     """Return bytes of weights and of cached keys and values that a plain step reads."""
     assert model.fused is not None
-    text = model.module.config
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    key_bytes: int = 2 * text.num_hidden_layers * text.num_key_value_heads * head_size * model.module.dtype.itemsize
-    return model.fused.weight_bytes + num_rows * num_keys * key_bytes
+    return model.fused.weight_bytes + num_rows * num_keys * key_bytes(model.module.config, model.module.dtype.itemsize)
 
 
 def _served(session: Session, engine: Engine, num_rows: int, repeats: int = 2) -> tuple[float, float]:

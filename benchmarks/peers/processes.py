@@ -111,7 +111,7 @@ class ServerProcess:
 
     def __init__(self, launch: Launch, client: LineProcess, log: Path) -> None:
         self._client, self._log = client, log
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [str(port) if word == PORT else word for word in launch.command]
         with log.open("w") as out:
@@ -178,7 +178,8 @@ def _is_healthy(port: int) -> bool:
         connection.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that no process uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

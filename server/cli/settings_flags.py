@@ -11,17 +11,8 @@ from server.settings import Settings, load_settings
 # The groups of the help, in its order. Each setting is in one of them.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "model": (
-        *(
-            "model",
-            "dtype",
-            "lora",
-            "model_name",
-            "served_model_name",
-            "generation_config",
-            "tool_call_parser",
-            "reasoning_parser",
-        ),
-        *("device", "num_threads", "cuda_graphs", "deterministic"),
+        *("model", "dtype", "lora", "model_name", "served_model_name", "generation_config"),
+        *("tool_call_parser", "reasoning_parser", "device", "num_threads", "cuda_graphs", "deterministic"),
     ),
     "address and keys": (
         *("host", "port", "public", "api_keys", "api_keys_file", "ssl_certfile", "ssl_keyfile", "cors_origins", "allowed_hosts"),

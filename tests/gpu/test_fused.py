@@ -3,25 +3,18 @@
 import pytest
 import torch
 
-from engine.attention.paged.attention import unsupported_reason
 from engine.engine import Engine
 from engine.model.causal_lm import adopt
 from engine.sampling import device_choice
 from engine.sampling.noise import signed
 from engine.testing import tiny_engine, tiny_module
+from tests.gpu.device import CUDA, NEEDS_KERNELS
 from tests.gpu.test_paged import LIMITS, replayed
 from tests.model.driving import run
 from tests.model.mixed import mixed_requests
 from tests.model.sampling.test_device_choice import KEYS, TEMPERATURES, by_torch, logits_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or unsupported_reason(torch.device("cuda"), 64, 1, torch.float32) is not None,
-        reason="needs a CUDA device and triton",
-    ),
-]
-CUDA = torch.device("cuda")
+pytestmark = NEEDS_KERNELS
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 
 

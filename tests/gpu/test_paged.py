@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.attention.paged.attention import kernel, unsupported_reason
+from engine.attention.paged.attention import kernel
 from engine.attention.paged.graph_recorder import CudaGraphs
 from engine.attention.paged.reference import attend as reference
 from engine.core.config import EngineConfig, SchedulerConfig
@@ -16,19 +16,13 @@ from engine.engine import Engine
 from engine.graph_setup import record, static_steps
 from engine.model.causal_lm import adopt
 from engine.testing import FAMILIES, tiny_engine, tiny_module
+from tests.gpu.device import CUDA, NEEDS_KERNELS
 from tests.model.driving import run
 from tests.model.heads import learnt_head
 from tests.model.mixed import mixed_requests
 from tests.model.paged import Heads, by, inputs, paged, random_segments
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or unsupported_reason(torch.device("cuda"), 64, 1, torch.float32) is not None,
-        reason="needs a CUDA device and triton",
-    ),
-]
-CUDA = torch.device("cuda")
+pytestmark = NEEDS_KERNELS
 LIMITS = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=90, max_model_len=64)
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative
 

@@ -26,7 +26,8 @@ from server.http.protocol import MAX_HEAD_BYTES, _BoundedHeads, _LingeringTransp
 from server.process import _OTHER_DESCRIPTORS, Server, _max_connections, _uvicorn_config, serve
 from server.settings import Settings
 from tests.api.harness import MODEL, completion, make_app, until
-from tests.api.http.test_process import _free_port, _wait_ready
+from tests.api.http.test_process import _wait_ready
+from tests.e2e.server import free_port
 from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of connections that tests break on purpose
@@ -322,7 +323,7 @@ def test_silent_connections_beyond_the_descriptors_stop_nothing(tmp_path: Path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, NUM_SILENT + 500), hard))
     silent: list[socket.socket] = []
     try:
-        with _process_with_few_descriptors(port := _free_port(), log := tmp_path / "log") as process:
+        with _process_with_few_descriptors(port := free_port(), log := tmp_path / "log") as process:
             _wait_ready(port)
             url = f"http://127.0.0.1:{port}"
             with httpx.stream("POST", url + "/v1/completions", json=completion(stream=True), timeout=60) as stream:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,15 +13,9 @@ import httpx
 import pytest
 
 from tests.api.harness import completion
+from tests.e2e.server import free_port
 
 pytestmark = pytest.mark.slow
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager
@@ -72,7 +65,7 @@ def _open_stream(port: int) -> Iterator[Iterator[str]]:
 
 
 def test_sigterm_drains_then_ends_streams_with_error():
-    with _process(port := _free_port(), 0.5) as process:
+    with _process(port := free_port(), 0.5) as process:
         _wait_ready(port)
         with _open_stream(port) as lines:
             process.send_signal(signal.SIGTERM)
@@ -86,7 +79,7 @@ def test_sigterm_drains_then_ends_streams_with_error():
 
 def test_a_second_signal_forces():
     """The bug: it ended the process, but with a CancelledError's traceback in the log, as if something had broken."""
-    with _process(port := _free_port(), 1000) as process:
+    with _process(port := free_port(), 1000) as process:
         _wait_ready(port)
         with _open_stream(port):
             process.send_signal(signal.SIGTERM)
@@ -107,7 +100,7 @@ def messages(process: subprocess.Popen[bytes]) -> list[str]:
 
 def test_last_startup_line_has_address_and_request():
     """The bug: a start ended in a record of forty numbers, and the address was three lines of uvicorn's before it."""
-    with _process(port := _free_port(), 0.5) as process:
+    with _process(port := free_port(), 0.5) as process:
         _wait_ready(port)
         process.send_signal(signal.SIGINT)
         logged = [line for line in messages(process) if not line.startswith("GET /")]
@@ -120,7 +113,7 @@ def test_last_startup_line_has_address_and_request():
 
 def test_interrupt_reports_open_answers():
     """The bug: Ctrl-C under an open stream looked as if it did nothing for half a minute."""
-    with _process(port := _free_port(), 1000) as process:
+    with _process(port := free_port(), 1000) as process:
         _wait_ready(port)
         with _open_stream(port):
             process.send_signal(signal.SIGINT)
@@ -131,7 +124,7 @@ def test_interrupt_reports_open_answers():
 
 
 def test_an_interrupt_without_answers_waits_for_nothing():
-    with _process(port := _free_port(), 1000) as process:
+    with _process(port := free_port(), 1000) as process:
         _wait_ready(port)
         process.send_signal(signal.SIGINT)
         logged = messages(process)
@@ -140,7 +133,7 @@ def test_an_interrupt_without_answers_waits_for_nothing():
 
 
 def test_failed_engine_start_exits_with_reason():
-    with _process(_free_port(), 0.1, "the weights are not there") as process:
+    with _process(free_port(), 0.1, "the weights are not there") as process:
         _, log = process.communicate(timeout=60)
         assert process.returncode == 1
         assert any("the weights are not there" in json.loads(line)["message"] for line in log.decode().splitlines())
@@ -148,7 +141,7 @@ def test_failed_engine_start_exits_with_reason():
 
 def test_port_is_free_while_server_drains():
     """So a restart need not wait for the last answer: the next server takes new requests while this one ends its own."""
-    with _process(port := _free_port(), 1000) as old:
+    with _process(port := free_port(), 1000) as old:
         _wait_ready(port)
         with _open_stream(port):
             old.send_signal(signal.SIGTERM)
