@@ -20,7 +20,7 @@ class CachedChoice:
         self.name = policy.name
         self._policy = policy
         self._choice, self._num_left = ExpansionChoice(()), 0
-        self._composition: int | None = None
+        self._composition: tuple[int, int] | None = None
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the last choice if it is still valid, else a new one."""

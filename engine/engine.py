@@ -102,6 +102,7 @@ class Engine:
         self._scheduler = Scheduler(config, drafter.feeding if drafter else Feeding.TARGET_CACHE)
         if target.model.has_states:
             self._scheduler.pool.on_freed_slots(target.cache.states.drop)
+        self._observers.append(self._scheduler.pacing)
         self._ended: list[TokenEvent] = []  # requests that ended between steps
 
     @property

@@ -357,6 +357,13 @@ class Settings(BaseSettings):
         default=1 << 20, ge=1, description="Prompt tokens that may wait, except for a single prompt; more are answered 503."
     )
     max_step_tokens: int = Field(default=512, ge=1, description="Packed tokens of one target pass; at least max_running.")
+    decode_pace: float = Field(
+        default=0.65,
+        ge=0,
+        lt=1,
+        description="Share of their tokens a second that decoding requests keep while prompts longer than a step are read; "
+        "0: long prompts are read as fast as possible.",
+    )
     num_slots: int = Field(default=32768, ge=1, description="Tokens the key-value cache holds.")
     max_model_len: int = Field(default=8192, ge=1, description="Longest sequence in tokens, prompt and answer together.")
     prefix_cache: Literal["off", "key", "all"] = Field(
@@ -592,6 +599,7 @@ class Settings(BaseSettings):
                 num_slots=self.num_slots,
                 max_model_len=self.max_model_len,
                 prefix_block_tokens=0 if self.prefix_cache == "off" else BLOCK_TOKENS,
+                decode_pace=self.decode_pace,
             ),
         )
 

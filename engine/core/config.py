@@ -12,7 +12,8 @@ class SchedulerConfig:
     """Limits of the scheduler. Tokens are counted in packed rows of one target forward, slots in cached tokens.
 
     `max_waiting_tokens` bounds the prompt tokens in the queue; a request that waits alone may have more. Requests with the same
-    cache salt share cached prefixes in blocks of `prefix_block_tokens`; 0 turns the prefix cache off.
+    cache salt share cached prefixes in blocks of `prefix_block_tokens`; 0 turns the prefix cache off. While prompts longer than a
+    step are fed, decoding sequences keep at least `decode_pace` of their tokens a second.
     """
 
     max_running: int = 32
@@ -22,10 +23,13 @@ class SchedulerConfig:
     num_slots: int = 32768
     max_model_len: int = 8192
     prefix_block_tokens: int = BLOCK_TOKENS
+    decode_pace: float = 0.65
 
     def __post_init__(self) -> None:
         if min(self.max_running, self.max_waiting, self.max_waiting_tokens, self.num_slots, self.max_model_len) < 1:
             raise ValueError("every limit of the scheduler must be at least 1")
+        if not 0 <= self.decode_pace < 1:
+            raise ValueError(f"decode_pace ({self.decode_pace}) must be at least 0 and less than 1")
         if self.max_step_tokens < self.max_running:
             raise ValueError(f"max_step_tokens ({self.max_step_tokens}) must be at least max_running ({self.max_running})")
 

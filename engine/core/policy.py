@@ -58,7 +58,7 @@ class BatchViews(Sequence[SequenceView]):
     sequence.
     """
 
-    def __init__(self, make: Callable[[], list[SequenceView]], count: int, composition: int | None) -> None:
+    def __init__(self, make: Callable[[], list[SequenceView]], count: int, composition: tuple[int, int] | None) -> None:
         self.composition = composition
         self.has_news = True
         self._make, self._count = make, count
@@ -81,7 +81,7 @@ class BatchViews(Sequence[SequenceView]):
         return iter(self._views)
 
 
-def composition_of(views: Sequence[SequenceView]) -> int | None:
+def composition_of(views: Sequence[SequenceView]) -> tuple[int, int] | None:
     """Return the composition of a step, or None if it is unknown."""
     return views.composition if type(views) is BatchViews else None
 

@@ -19,6 +19,7 @@ from engine.core.types import FinishReason
 from engine.core.verifier_table import fitted
 from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.prompt_pacing import PromptPacing
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.slot_allocator import BlockKey, IntegrityError, SlotAllocator
 from engine.scheduler.token_budget import TokenDemand, TokenShare, share_tokens
@@ -58,6 +59,7 @@ class Scheduler:
         self.pool = SlotAllocator(config.num_slots)
         self._prefix_cache = PrefixCache(config.prefix_block_tokens)
         self._num_prefix_queries = self._num_prefix_hits = 0  # prompt tokens, since the last plan
+        self.pacing = PromptPacing(config.decode_pace)
         self._config = config
         self._feeding = feeding
         self._waiting = FairQueue()
@@ -182,9 +184,17 @@ class Scheduler:
         if self._decoding_batch is not None:
             return self._decoding_batch
         stepping = list(self._unblocked())
+        if self.pacing.is_paused:
+            stepping = self._without_long_prompts(stepping)
         if len(stepping) == len(self._running) and all(sequence.num_uncached == 1 for sequence in stepping):
             self._decoding_batch = stepping
         return stepping
+
+    def _without_long_prompts(self, stepping: list[Sequence]) -> list[Sequence]:
+        """Return the sequences without prompts longer than a step. Return all if none decodes or one might be preempted."""
+        short = [sequence for sequence in stepping if sequence.num_uncached <= self._config.max_step_tokens]
+        is_decoding = any(sequence.num_uncached == 1 for sequence in short)
+        return short if is_decoding and sum(sequence.num_uncached for sequence in short) <= self.num_free else stepping
 
     def _unblocked(self) -> Iterator[Sequence]:
         """Yield the running sequences, except sequences whose next block is being computed for an older sequence.
@@ -202,7 +212,10 @@ class Scheduler:
     def views(self) -> BatchViews:
         """Return a policy's views of the sequences in the step, oldest first."""
         stepping = self._stepping()
-        composition = None if self._decoding_batch is None else self._composition
+        is_decoding = self._decoding_batch is not None or (
+            self.pacing.is_paused and all(sequence.num_uncached == 1 for sequence in stepping)
+        )
+        composition = (self._composition, len(stepping)) if is_decoding else None  # more step once a paused prompt ends
         return BatchViews(lambda: [sequence.view() for sequence in stepping], len(stepping), composition)
 
     def plan(

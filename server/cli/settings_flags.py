@@ -23,7 +23,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("total_recent_tokens", "verifier", "policy", "expansion", "largest_expansion", "selector"),
     ),
     "size": (
-        *("num_slots", "max_model_len", "max_running", "max_waiting", "max_waiting_tokens", "max_step_tokens"),
+        *("num_slots", "max_model_len", "max_running", "max_waiting", "max_waiting_tokens", "max_step_tokens", "decode_pace"),
         *("prefix_cache", "spare_worker"),
     ),
     "limits of requests": (

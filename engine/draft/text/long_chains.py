@@ -28,7 +28,7 @@ class LongChainPolicy:
         self._policy = policy
         self._texts = texts
         self._max_length = max_length
-        self._composition: int | None = None
+        self._composition: tuple[int, int] | None = None
         self._chained: frozenset[str] = frozenset()  # requests with a chain in the last choice
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:

@@ -15,7 +15,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.policy import BatchViews
 from engine.core.step_plan import Feeding, Row, StepPlan
 from engine.core.tree import PLAIN, ROOT, Expansion, TokenTree
-from engine.core.types import FinishReason, Request, SamplingParams, Speculation
+from engine.core.types import FinishReason, Request, SamplingParams, Speculation, StepStats
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.slot_allocator import Block
@@ -45,6 +45,11 @@ class SimulatedCache:
     def check(self, slots, length: int, text: Text, salt: str) -> None:
         for position in range(length):
             assert self.texts[slots[position]] == (salt, text[: position + 1]), f"position {position} of {length}"
+
+
+def step_stats(step_s: float, num_decoding_rows: int) -> StepStats:
+    """Return the statistics of a step, as far as a scheduler reads them."""
+    return StepStats(0, 0, 0, 0, 0, step_s=step_s, num_decoding_rows=num_decoding_rows)
 
 
 def random_tree(rng: random.Random, root_id: int, expansion: Expansion) -> TokenTree:
@@ -145,15 +150,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_composition(views)
         plan = self.scheduler.plan(wanted[: len(views)])
         self.check_plan(plan, [view.request_id for view in views])
+        self.scheduler.pacing.before_step(plan)
         for row in plan.rows:
             self.run(rng, row)
+        self.scheduler.pacing.after_step(step_stats(rng.random(), len(plan.decoding)), [])
         self.is_mid_step = False
 
     def check_composition(self, views: BatchViews) -> None:
         """Steps of one composition have the same sequences, all of which decode; while a prompt is fed there is none."""
         names = [view.request_id for view in views]
         assert len(views) == len(names)
-        all_decode = all(view.num_uncached == 1 for view in views) and names == self.scheduler.running_ids
+        is_whole = names == self.scheduler.running_ids or self.scheduler.pacing.is_paused
+        all_decode = all(view.num_uncached == 1 for view in views) and is_whole
         assert (views.composition is not None) == all_decode
         if views.composition is not None:
             assert self.stepped.setdefault(views.composition, names) == names
