@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from engine.native import library
+from engine.native.distributions import Truncation
 from engine.native.library import Fed
 from engine.native.mixture import Predicted, flattened
 from engine.utils.host_transfer import as_longs
@@ -44,6 +45,7 @@ class RankedRow:
     shares: Sequence[Sequence[float]]
     temperature: float
     sharpness: float
+    truncation: Truncation
 
 
 class FedRow(NamedTuple):
@@ -243,4 +245,5 @@ def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> l
         shares=shares,
         temperature=row.temperature,
         sharpness=row.sharpness,
+        truncation=row.truncation,
     )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 SILU, GELU_TANH = 0, 1  # activations
 NUM_SCORES = 64  # best tokens of a node whose probabilities are compared: the others weigh nothing (ranked_tree.h)
-LAYOUT = 4  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
+LAYOUT = 5  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
 NUM_SHARES = 9  # intervals of probabilities: their edges are engine.draft.trees.calibration's (kShareEdges)
 
 
@@ -110,6 +110,7 @@ class RankedRowStructure(Structure):
         *((name, c_double) for name in ("level_cost", "offered", "continued", "scale")),
         ("shares", c_void_p),
         *((name, c_double) for name in ("temperature", "sharpness")),
+        ("truncation", c_double * 3),
     )
 
 
@@ -145,7 +146,7 @@ class Walked(Structure):
     _fields_ = tuple(
         (name, c_void_p)
         for name in (
-            *("firsts", "rows", "parents", "tokens", "inverse_temperatures", "keys"),
+            *("firsts", "rows", "parents", "tokens", "inverse_temperatures", "truncations", "keys"),
             *("path", "lengths", "extras"),
         )
     )
@@ -164,10 +165,10 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "latebranch_fuse": ([POINTER(FeaturesStructure), c_void_p, c_int64, c_void_p, c_int], None),
     "latebranch_gumbels": ([c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int], None),
     "latebranch_likeliest": ([c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int], None),
-    "latebranch_probs": ([c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int], None),
+    "latebranch_probs": ([c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int], None),
     "latebranch_choose": ([c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int], None),
     "latebranch_walk": ([c_void_p, c_int64, POINTER(Walked), c_int64, c_int], None),
-    "latebranch_rank": ([c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3, c_int], None),
+    "latebranch_rank": ([c_void_p, c_int64, c_int64, *[c_void_p] * 5, c_int64, *[c_void_p] * 3, c_int], None),
     "latebranch_mix": ([c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p], None),
     "latebranch_grow": (
         [POINTER(Decoder), c_void_p, POINTER(RankedRowStructure), c_int64, POINTER(FedRowStructure), c_int64, c_int64],

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.native import library
+from engine.native.distributions import Truncation, truncations_array
 
 
 def can_choose(device: torch.device | str) -> bool:
@@ -71,14 +72,16 @@ def rankings(
     most: int,
     keys: Sequence[int] | None,
     ids_M: Int[Tensor, " M"] | None,
+    truncations: Sequence[Truncation] | None = None,
 ) -> list[BestTokens]:
-    """Return at most `most` possible tokens of softmax(logits / temperature), ranked by log q.
+    """Return at most `most` possible tokens of softmax(logits / temperature), truncated, ranked by log q.
 
     With `keys` they are ranked by sharpness * log q plus noise. `ids_M` maps columns to tokens.
     """
     num_rows, num_columns = logits_PM.shape
     logits_PM, most = logits_PM.contiguous(), min(most, num_columns)
     inverse_P = 1.0 / np.array(temperatures, dtype=np.float32)
+    kept_P3 = truncations_array(truncations, num_rows)
     sharpness_P = np.array(sharpness, dtype=np.float32)
     keys_P = None if keys is None else np.array(keys, dtype=np.uint64)
     # The last column of `ids` is the number of tokens, that of `odds` the collision.
@@ -89,6 +92,7 @@ def rankings(
         num_rows,
         num_columns,
         library.address(inverse_P),
+        library.address(kept_P3),
         library.address(sharpness_P),
         None if keys_P is None else library.address(keys_P),
         None if ids_M is None else ids_M.data_ptr(),

@@ -1,6 +1,6 @@
 """The coupled rule, computed by the library: it follows each tree by the tokens that target noise chooses.
 
-It serves distributions that temperature alone makes, without truncation or edits.
+It serves logits after all edits, and any truncation but typical-p.
 
 Shape key: N rows of logits, V vocabulary.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.core.tree import TokenTree
 from engine.native import library
+from engine.native.distributions import Truncation, truncations_array
 
 
 class WalkedPath(NamedTuple):
@@ -31,10 +32,12 @@ def walks(
     rows: Sequence[int],
     temperatures: Sequence[float],
     keys: Sequence[Sequence[int]],
+    truncations: Sequence[Truncation] | None = None,
 ) -> list[WalkedPath | None]:
     """Return the path that each tree's choices follow; None if a distribution on it is invalid.
 
-    `rows` has the row of logits of each node, tree after tree. Each tree has one temperature, and one noise key per depth.
+    `rows` has the row of logits of each node, tree after tree. Each tree has one temperature,
+    one truncation, and one noise key per depth.
     """
     logits_NV, num_trees = logits_NV.contiguous(), len(trees)
     firsts = [*accumulate((tree.num_nodes for tree in trees), initial=0)]
@@ -49,6 +52,7 @@ def walks(
     for first, of_tree in zip(firsts, keys, strict=False):
         keys_N[first : first + len(of_tree)] = of_tree
     inverse_temperatures = 1.0 / np.array(temperatures, dtype=np.float32)
+    kept_B3 = truncations_array(truncations, num_trees)
     found = np.empty(num_nodes + 2 * num_trees, dtype=np.int64)
     begin, written = library.address(numbers), library.address(found)
     walked = library.Walked(
@@ -58,6 +62,7 @@ def walks(
         tokens=begin + 8 * (num_trees + 1 + 2 * num_nodes),
         keys=library.address(keys_N),
         inverse_temperatures=library.address(inverse_temperatures),
+        truncations=library.address(kept_B3),
         path=written,
         lengths=written + 8 * num_nodes,
         extras=written + 8 * (num_nodes + num_trees),

@@ -5,7 +5,7 @@ of equal probability are kept or dropped together, so that a distribution never 
 Shape key: N rows, R selected rows, V vocabulary, C candidates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from engine.core.sampling_limits import MIN_TEMPERATURE
 from engine.core.step_plan import SamplingContext
 from engine.core.types import SamplingParams
 from engine.native import distributions as native
+from engine.native.distributions import Truncation
 from engine.sampling.logits_processors import edited_logits
 from engine.utils.host_transfer import column, integers
 
@@ -31,19 +32,31 @@ def warped_probs(
     logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingParams], rows: Sequence[int] | None = None
 ) -> Float[Tensor, "R V"]:
     """Return the distributions of edited logits, of all rows or some, after temperature and truncation."""
-    probs_RV = _tempered(logits_NV, [max(params.temperature, MIN_TEMPERATURE) for params in sampling], rows)
-    for applies, truncated in ((_truncates, _truncated), (_is_typical, _typical)):
-        affected = [row for row, params in enumerate(sampling) if applies(params)]
-        if affected:
-            index = integers(affected, logits_NV.device)
-            probs_RV[index] = truncated(probs_RV[index], [sampling[row] for row in affected])
+    temperatures = [max(params.temperature, MIN_TEMPERATURE) for params in sampling]
+    if native.can_read(logits_NV):
+        chosen = range(len(logits_NV)) if rows is None else rows
+        probs_RV = native.probs(logits_NV, chosen, temperatures, [truncation(params) for params in sampling])
+    else:
+        probs_RV = _tempered(logits_NV, temperatures, rows)
+        _replace(probs_RV, sampling, _truncates, _truncated)
+    _replace(probs_RV, sampling, is_typical, _typical)
     return probs_RV
+
+
+def _replace(
+    probs_RV: Tensor,
+    sampling: Sequence[SamplingParams],
+    applies: Callable[[SamplingParams], bool],
+    truncated: Callable[[Tensor, Sequence[SamplingParams]], Tensor],
+) -> None:
+    """Truncate the rows to which a truncation applies, in place."""
+    if affected := [row for row, params in enumerate(sampling) if applies(params)]:
+        index = integers(affected, probs_RV.device)
+        probs_RV[index] = truncated(probs_RV[index], [sampling[row] for row in affected])
 
 
 def _tempered(logits_NV: Tensor, temperatures: Sequence[float], rows: Sequence[int] | None) -> Float[Tensor, "R V"]:
     """Return softmax(logits / temperature) of all rows or some."""
-    if native.can_read(logits_NV):
-        return native.probs(logits_NV, range(len(logits_NV)) if rows is None else rows, temperatures)
     logits_RV = logits_NV if rows is None else logits_NV[integers(rows, logits_NV.device)]
     if any(temperature != 1.0 for temperature in temperatures):
         logits_RV = logits_RV / column(temperatures, logits_RV)
@@ -63,16 +76,22 @@ def ranking_temperature(sampling: SamplingParams) -> float:
     return max(ranking_params(sampling).temperature, MIN_TEMPERATURE)
 
 
+def truncation(params: SamplingParams) -> Truncation:
+    """Return top-k, top-p and min-p for the native library."""
+    return Truncation(params.top_k, params.top_p, params.min_p)
+
+
 def truncates(params: SamplingParams) -> bool:
     """Return whether the parameters truncate the distribution beyond temperature."""
-    return _truncates(params) or _is_typical(params)
+    return _truncates(params) or is_typical(params)
 
 
 def _truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _is_typical(params: SamplingParams) -> bool:
+def is_typical(params: SamplingParams) -> bool:
+    """Return whether the parameters truncate by typical-p."""
     return params.typical_p < 1.0
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.core.rng_keys import StepKey, Stream, stream_key
 from engine.core.tree import ROOT, TokenTree
 from engine.native import noise as native
+from engine.native.distributions import Truncation
 from engine.native.walks import walks as native_walks
 from engine.sampling.noise import gumbels
 from engine.utils.host_transfer import integers, rows_to_host
@@ -129,17 +130,18 @@ def judge_coupled_natively(
     logits_NV: Float[Tensor, "N V"],
     rows: Sequence[int],
     temperatures: Sequence[float],
+    truncations: Sequence[Truncation],
     keys: Sequence[StepKey],
 ) -> list[Verdict]:
     """Return Coupled's verdicts, computed by the native library from the `rows` of logits of the trees' nodes.
 
-    Requires distributions that depend on logits and temperature alone. Only visited nodes are computed. Raises
+    Requires distributions without typical-p. Only visited nodes are computed. Raises
     NonFiniteDistributionError as Coupled does.
     """
     noise_keys = [
         [_noise_key(key, depth) for depth in range(max(tree.depths) + 1)] for tree, key in zip(trees, keys, strict=True)
     ]
-    walks = native_walks(logits_NV, trees, rows, temperatures, noise_keys)
+    walks = native_walks(logits_NV, trees, rows, temperatures, noise_keys, truncations)
     if faulty := [b for b, walk in enumerate(walks) if walk is None]:
         raise NonFiniteDistributionError(faulty)
     return [Verdict(*walk) for walk in walks if walk is not None]

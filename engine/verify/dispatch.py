@@ -21,7 +21,7 @@ from engine.core.types import ErrorCode, TokenLogprobs
 from engine.native import distributions as native
 from engine.sampling import device_choice
 from engine.sampling.argmax import RowArgMax, argmax_rows
-from engine.sampling.distributions import truncates, warped_probs
+from engine.sampling.distributions import is_typical, truncates, truncation, warped_probs
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers, rows_to_host
@@ -112,7 +112,9 @@ class Judge:
             return [_with_own_expectation(verdict, rows[i]) for i, verdict in zip(indices, verdicts, strict=True)]
         if rule == _NATIVE_COUPLED:
             temperatures = [max(rows[i].sampling.temperature, MIN_TEMPERATURE) for i in indices]
-            verdicts = judge_coupled_natively(part.trees, target.logits_NV, nodes, temperatures, [rows[i].key for i in indices])
+            truncations = [truncation(rows[i].sampling) for i in indices]
+            keys = [rows[i].key for i in indices]
+            verdicts = judge_coupled_natively(part.trees, target.logits_NV, nodes, temperatures, truncations, keys)
             return [_with_own_expectation(verdict, rows[i]) for i, verdict in zip(indices, verdicts, strict=True)]
         some = None if len(nodes) == len(target.logits_NV) else nodes
         sampling = [rows[i].sampling for i, tree in zip(indices, part.trees, strict=True) for _ in range(tree.num_nodes)]
@@ -131,8 +133,8 @@ class _TargetLogits:
 
 
 _GREEDY = "greedy"
-_NATIVE_COUPLED = "native coupled"  # coupled rows, and single roots of any rule, without truncation
-_DEVICE_COUPLED = "device coupled"  # the same rows, on a GPU
+_NATIVE_COUPLED = "native coupled"  # coupled rows, and single roots of any rule, without typical-p
+_DEVICE_COUPLED = "device coupled"  # the same rows, without any truncation, on a GPU
 _PENDING = VerificationFailure("not verified yet", ErrorCode.VERIFICATION_FAILED)
 NOT_FINITE = VerificationFailure("the target's logits are not finite", ErrorCode.LOGITS_NOT_FINITE)
 _NO_TOKEN = VerificationFailure(
@@ -174,7 +176,8 @@ def _rule(row: Row, tree: TokenTree, faster: str | None) -> str:
     if row.sampling.is_greedy:
         return _GREEDY
     is_coupled = row.verifier == Coupled.name or tree.num_nodes == 1
-    return faster if faster is not None and is_coupled and not truncates(row.sampling) else row.verifier
+    is_excluded = is_typical(row.sampling) if faster == _NATIVE_COUPLED else truncates(row.sampling)
+    return faster if faster is not None and is_coupled and not is_excluded else row.verifier
 
 
 def _chosen(

@@ -1,7 +1,8 @@
 """Grows trees in the native library, one call for each round: the trees of engine.draft.trees.best_first.
 
 Between two rounds, only the predictions of cached text are computed in Python. Supports noise-aware trees and chains of greedy
-and coupled rows without truncation, for a draft head that the library runs. All other trees grow in engine.draft.trees.grow.
+and coupled rows without logit edits and typical-p, for a draft head that the library runs. All other trees grow in
+engine.draft.trees.grow.
 """
 
 import math
@@ -21,7 +22,7 @@ from engine.draft.trees.grower import Growth, NodeValues, no_distributions, orig
 from engine.draft.trees.sampling import ChildCandidates
 from engine.native.growth import Growing, GrownTree, Offers, RankedRow
 from engine.native.library import Fed
-from engine.sampling.distributions import ranking_params, ranking_temperature, truncates
+from engine.sampling.distributions import is_typical, ranking_params, ranking_temperature, truncation
 from engine.structured_output.masks import GrammarMasks
 from engine.verify.forest import Forest
 
@@ -92,7 +93,7 @@ class HasNativeGrower(Protocol):
 def _is_supported(row: Row) -> bool:
     is_noise_aware = row.expansion.tree == "noise_aware"
     is_top_ranked = row.draw_kind in _TOP_RANKED and (is_noise_aware or row.expansion.kind is TreeKind.PATH)
-    return is_top_ranked and not (row.sampling.edits_logits or truncates(ranking_params(row.sampling)))
+    return is_top_ranked and not (row.sampling.edits_logits or is_typical(ranking_params(row.sampling)))
 
 
 _TOP_RANKED = (TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE)
@@ -223,4 +224,5 @@ def _native_row(row: Row, calibration: RuleCalibration) -> RankedRow:
         shares=calibration.reliability.shares,
         temperature=temperature,
         sharpness=calibration.agreement.sharpness,
+        truncation=truncation(ranking_params(row.sampling)),
     )

@@ -21,7 +21,7 @@ from engine.core.tree import TreeKind
 from engine.core.types import SamplingParams
 from engine.draft.drafter import FrontierNode, TrimmedVocabulary
 from engine.native import noise as native
-from engine.sampling.distributions import ranking_params, ranking_temperature, truncates, warped_probs
+from engine.sampling.distributions import is_typical, ranking_params, ranking_temperature, truncation, warped_probs
 from engine.sampling.noise import gumbels
 from engine.utils.host_transfer import floats, integers, rows_to_host
 
@@ -73,7 +73,7 @@ def _candidates_of_kind(
 ) -> list[ChildCandidates | None]:
     if kind in _TOP_RULES and native.can_choose(logits_PM.device):
         sampling = [node.tree.row.sampling for node in nodes]
-        if not any(truncates(ranking_params(params)) for params in sampling):
+        if not any(is_typical(ranking_params(params)) for params in sampling):
             return _top_by_native(nodes, logits_PM, sampling, kind is TreeKind.SHARED_NOISE, vocab)
     if kind in _TOP_RULES:
         return _TOP_RULES[kind](nodes, logits_PM, vocab)
@@ -178,12 +178,14 @@ def _top_by_native(
     is_noisy: bool,
     vocab: TrimmedVocabulary | None,
 ) -> list[ChildCandidates | None]:
-    """Return the best tokens as the native library ranks them, for rows without truncation."""
+    """Return the best tokens as the native library ranks them, for rows without typical-p."""
     most = max(node.num_draws for node in nodes)
     temperatures = [*map(ranking_temperature, sampling)]
     ids_M = None if vocab is None else vocab.ids_M
     sharpness = [node.tree.sharpness for node in nodes]
-    rankings = native.rankings(logits_PM, temperatures, sharpness, most, _noise_keys(nodes) if is_noisy else None, ids_M)
+    truncations = [truncation(ranking_params(params)) for params in sampling]
+    keys = _noise_keys(nodes) if is_noisy else None
+    rankings = native.rankings(logits_PM, temperatures, sharpness, most, keys, ids_M, truncations)
     return [_from_native(best, node.num_draws) for node, best in zip(nodes, rankings, strict=True)]
 
 

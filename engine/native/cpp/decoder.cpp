@@ -8,6 +8,7 @@
 #include "pass.h"
 #include "ranking.h"
 #include "team.h"
+#include "truncation.h"
 #include "walk.h"
 
 using namespace latebranch;
@@ -97,12 +98,14 @@ void latebranch_likeliest(const float* logits, int64_t num_rows, int64_t vocab_s
   });
 }
 
-// probs [count, V] = softmax(logits x inverse temperature) of each of `rows` of logits [N, V]
+// probs [count, V] = softmax(logits x inverse temperature), truncated, of each of `rows` of logits [N, V]
 void latebranch_probs(const float* logits, int64_t vocab_size, const int64_t* rows, const float* inverse_temperatures,
-                      int64_t count, float* probs, int num_threads) {
+                      const Truncation* truncations, int64_t count, float* probs, int num_threads) {
   Pool::shared().run(threads_for(count, num_threads), [&](Worker& worker) {
     worker.each(count, [&](int64_t i) {
-      softmax(logits + rows[i] * vocab_size, vocab_size, inverse_temperatures[i], probs + i * vocab_size);
+      thread_local std::vector<float> kept;
+      const float inverse = inverse_temperatures[i], *row = logits + rows[i] * vocab_size;
+      softmax(truncated(row, vocab_size, inverse, truncations[i], kept), vocab_size, inverse, probs + i * vocab_size);
     });
   });
 }
@@ -127,8 +130,8 @@ void latebranch_walk(const float* logits, int64_t vocab_size, const Walked* tree
 // For each row of logits [P, M]: the best tokens, followed by their number [P, most + 1]; their noise [P, most]; their
 // probabilities, followed by the collision [P, most + 1]. `keys` null: without noise.
 void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns, const float* inverse_temperatures,
-                     const float* sharpness, const uint64_t* keys, const int64_t* tokens, int64_t most, int64_t* best,
-                     double* noise, float* odds, int num_threads) {
+                     const Truncation* truncations, const float* sharpness, const uint64_t* keys, const int64_t* tokens,
+                     int64_t most, int64_t* best, double* noise, float* odds, int num_threads) {
   constexpr int64_t kAlone = 1 << 14;  // with fewer logits waking another thread costs more than it saves
   Pool::shared().run(num_rows == 1 || num_rows * num_columns <= kAlone ? 1 : num_threads, [&](Worker& worker) {
     worker.each(num_rows, [&](int64_t p) {
@@ -138,7 +141,7 @@ void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns,
       grow(scores, most);
       const Ranked out{row, scores.data(), noise + p * most, shares, shares + most, row + most};
       rank({logits + p * num_columns, num_columns, inverse_temperatures[p], tokens, keys != nullptr, sharpness[p],
-            keys ? keys[p] : 0},
+            keys ? keys[p] : 0, truncations[p]},
            most, out);
     });
   });

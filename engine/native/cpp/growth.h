@@ -208,7 +208,8 @@ class Growing {
                               columns > known ? ranking.with_unknown.data() : tokens_,
                               row.has_noise != 0,
                               (float)row.sharpness,
-                              key};
+                              key,
+                              row.truncation};
     rank(ranked, std::min(kScores, columns), out);
   }
 

@@ -5,9 +5,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "truncation.h"
+
 namespace latebranch {
 
-constexpr int64_t kLayout = 4;   // version of the interface, for changes that no structure's size shows
+constexpr int64_t kLayout = 5;   // version of the interface, for changes that no structure's size shows
 constexpr int64_t kScores = 64;  // best scores of a node that are compared: the others weigh nothing in their softmax
 constexpr int64_t kShares = 9;   // corrections of probabilities, by the intervals between these edges
 constexpr double kShareEdges[kShares - 1] = {0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985};
@@ -26,6 +28,7 @@ struct RankedRow {
   double scale;          // of s log q + g
   const double* shares;  // [2, kShares]: factors that correct the probabilities of a model's and of cached tokens
   double temperature, sharpness;
+  Truncation truncation;
 };
 
 // One tree; nodes are numbered as they are fed. Candidates are tokens that may become nodes, in the order of offers.

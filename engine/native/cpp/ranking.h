@@ -6,6 +6,7 @@
 
 #include "noise.h"
 #include "numbers.h"
+#include "truncation.h"
 
 namespace latebranch {
 
@@ -20,7 +21,7 @@ struct Ranked {
 };
 
 // A row of logits. `tokens` has the token of each column; null: a column's index is its token. `sharpness` (s) is the
-// weight of log q in a score.
+// weight of log q in a score. Tokens that are truncated are not ranked.
 struct RankedLogits {
   const float* logits;
   int64_t count;
@@ -29,6 +30,7 @@ struct RankedLogits {
   bool has_noise;
   float sharpness;
   uint64_t key;  // of the noise
+  Truncation truncation;
 };
 
 // A token with its unnormalised score.
@@ -152,7 +154,9 @@ inline void find_best(const RankedLogits& in, float top, const float* shares, Be
 
 // Rank at most `most` tokens. Logits that make no distribution (a NaN, an infinity, or all -infinity) have a collision
 // of NaN and no best tokens.
-inline void rank(const RankedLogits& in, int64_t most, const Ranked& out) {
+inline void rank(RankedLogits in, int64_t most, const Ranked& out) {
+  thread_local std::vector<float> kept;
+  in.logits = truncated(in.logits, in.count, in.inverse_temperature, in.truncation, kept);
   const float top = largest_logit(in);
   if (!std::isfinite(top)) {
     *out.collision = std::numeric_limits<float>::quiet_NaN();

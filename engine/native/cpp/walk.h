@@ -5,6 +5,7 @@
 
 #include "distributions.h"
 #include "noise.h"
+#include "truncation.h"
 
 namespace latebranch {
 
@@ -13,18 +14,20 @@ struct Walked {
   const int64_t* firsts;                   // [B + 1]
   const int64_t *rows, *parents, *tokens;  // [N]: rows of the logits, parents, tokens
   const float* inverse_temperatures;       // [B]
+  const Truncation* truncations;           // [B]
   const uint64_t* keys;                    // [N]: of the noise, a tree's by depth
   int64_t* path;                           // [N]
   int64_t *lengths, *extras;  // [B]: nodes of the path, 0 if a distribution on it is invalid; the token after it
 };
 
 inline void walk(const float* logits, int64_t vocab_size, const Walked& trees, int64_t b) {
-  thread_local std::vector<float> p;
+  thread_local std::vector<float> p, kept;
   grow(p, vocab_size);
   const int64_t first = trees.firsts[b], count = trees.firsts[b + 1] - first;
   for (int64_t node = 0, depth = 0;; depth++) {
     trees.path[first + depth] = node;
-    softmax(logits + trees.rows[first + node] * vocab_size, vocab_size, trees.inverse_temperatures[b], p.data());
+    const float inverse = trees.inverse_temperatures[b], *row = logits + trees.rows[first + node] * vocab_size;
+    softmax(truncated(row, vocab_size, inverse, trees.truncations[b], kept), vocab_size, inverse, p.data());
     double score;
     choose(p.data(), vocab_size, trees.keys[first + depth], &score, trees.extras + b);
     if (!std::isfinite(score))
