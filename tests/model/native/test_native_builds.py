@@ -68,7 +68,14 @@ def test_passes_are_the_same(monkeypatch, precision, scene):
 def test_distributions_noise_and_rankings_are_the_same(monkeypatch):
     temperatures, keys = [0.3, 0.7, 1.0, 1.5, 2.0], [3, 1 << 63, 5, 7, 11]
     sharpness = [1.0, 2.5, 8.0, 0.25, 1.4]
-    one, other = of_each_build(monkeypatch, lambda: probs.probs(LOGITS, range(5), temperatures))
+    kept = [
+        probs.Truncation(),
+        probs.Truncation(7),
+        probs.Truncation(0, 0.8),
+        probs.Truncation(0, 1, 0.1),
+        probs.Truncation(50, 0.9, 0.01),
+    ]
+    one, other = of_each_build(monkeypatch, lambda: probs.probs(LOGITS, range(5), temperatures, kept))
     assert torch.equal(one, other)
     assert len({tuple(found) for found in of_each_build(monkeypatch, lambda: probs.likeliest(LOGITS))}) == 1
     first, second = of_each_build(monkeypatch, lambda: noise.gumbels(keys, 1003))
@@ -76,7 +83,7 @@ def test_distributions_noise_and_rankings_are_the_same(monkeypatch):
     chosen = of_each_build(monkeypatch, lambda: [token for _, token in noise.choices(one, range(5), keys)])
     assert chosen[0] == chosen[1]
     for keys_or_none in (keys, None):
-        given = (LOGITS, temperatures, sharpness, 9, keys_or_none, None)
+        given = (LOGITS, temperatures, sharpness, 9, keys_or_none, None, kept)
         ranked = of_each_build(monkeypatch, lambda given=given: noise.rankings(*given))
         assert ranked[0] == ranked[1]
 
@@ -92,5 +99,6 @@ def test_mixtures_and_walks_are_the_same(monkeypatch):
     assert torch.equal(one, other)
     assert first == second
     trees = [TokenTree((-1, 0, 0), (1, 2, 3), ((1, 2), (), ())), TokenTree((-1, 0), (1, 7), ((1,), ()))]
-    walked = of_each_build(monkeypatch, lambda: walks.walks(LOGITS, trees, range(5), [0.7, 1.0], [[3, 1 << 63], [5, 7]]))
+    kept, keys = [probs.Truncation(0, 0.9), probs.Truncation(5)], [[3, 1 << 63], [5, 7]]
+    walked = of_each_build(monkeypatch, lambda: walks.walks(LOGITS, trees, range(5), [0.7, 1.0], keys, kept))
     assert walked[0] == walked[1]

@@ -62,37 +62,48 @@ def check(probs_of, logits_NV: Tensor, params: list[SamplingParams]) -> None:
         assert torch.allclose(probs_V.double().sum(), torch.tensor(1.0, dtype=torch.float64), atol=1e-5)
 
 
+def probs_by_torch(logits_NV: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Return the distributions that torch computes on a device without the native library."""
+    with patch.object(sampling.native, "can_read", lambda _: False):
+        return probs_of(logits_NV, params)
+
+
+both_ways = pytest.mark.parametrize("computed", [probs_of, probs_by_torch], ids=["library", "torch"])
+
+
 def random_logits(seed: int, num_rows: int, vocab_size: int, scale: float, has_ties: bool) -> Tensor:
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
     return (logits * 2).round() / 2 if has_ties else logits
 
 
+@both_ways
 @given(
     st.lists(sampling_params(), min_size=1, max_size=5),
     st.integers(0, 2**31),
-    st.sampled_from([2, 7, 61]),
+    st.sampled_from([2, 7, 61, 1003]),
     st.sampled_from([0.1, 1.0, 4.0]),
     st.booleans(),
     st.sampled_from([(2,), (8, 40), (40,), (64, 1024)]),
 )
-def test_distributions_are_transformers_distributions(params, seed, vocab_size, scale, has_ties, first_candidates):
+def test_distributions_are_transformers_distributions(computed, params, seed, vocab_size, scale, has_ties, first_candidates):
     """Rows with unlike parameters together; vocabularies below and above the number of candidates looked at first."""
     with patch.object(sampling, "_FIRST_CANDIDATES", first_candidates):
-        check(probs_of, random_logits(seed, len(params), vocab_size, scale, has_ties), params)
+        check(computed, random_logits(seed, len(params), vocab_size, scale, has_ties), params)
 
 
+@both_ways
 @given(
     st.lists(sampling_params(), min_size=2, max_size=5),
     st.integers(0, 2**31),
     st.booleans(),
     st.sampled_from([(2,), (2, 8), (64, 1024)]),
 )
-def test_distribution_is_independent_of_batch_mates(params, seed, has_ties, first_candidates):
+def test_distribution_is_independent_of_batch_mates(computed, params, seed, has_ties, first_candidates):
     """The bug: which tokens tied at the edge were kept depended on the number of candidates of a batch mate."""
     logits_NV = random_logits(seed, len(params), 61, 1.0, has_ties)
     with patch.object(sampling, "_FIRST_CANDIDATES", first_candidates):
-        together = probs_of(logits_NV, params)
-        alone = [probs_of(logits_NV[row : row + 1], [one])[0] for row, one in enumerate(params)]
+        together = computed(logits_NV, params)
+        alone = [computed(logits_NV[row : row + 1], [one])[0] for row, one in enumerate(params)]
     assert all(torch.equal(one > 0, other > 0) for one, other in zip(together, alone, strict=True))
     assert torch.allclose(together, torch.stack(alone), atol=1e-7)
 
@@ -160,10 +171,11 @@ def test_typical_distributions_detect_mutants(mutant):
         check_typical(mutant, logits_NV, params)
 
 
-def test_masked_tokens_stay_masked():
+@both_ways
+def test_masked_tokens_stay_masked(computed):
     logits = torch.tensor([[1.0, float("-inf"), 0.0, -1.0]])
     for params in (SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.99), SamplingParams(min_p=0.01)):
-        assert probs_of(logits, [params])[0, 1] == 0.0
+        assert computed(logits, [params])[0, 1] == 0.0
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45])
@@ -173,9 +185,10 @@ def test_tiny_temperatures_give_a_point_mass(temperature):
     assert probs.tolist() == [[1.0, 0.0, 0.0]]
 
 
+@both_ways
 @pytest.mark.parametrize("params", [SamplingParams(top_k=1), SamplingParams(top_p=1e-9), SamplingParams(min_p=1.0)])
-def test_the_likeliest_token_is_always_kept(params):
-    assert probs_of(torch.tensor([[0.0, 2.0, 1.0]]), [params]).tolist() == [[0.0, 1.0, 0.0]]
+def test_the_likeliest_token_is_always_kept(computed, params):
+    assert computed(torch.tensor([[0.0, 2.0, 1.0]]), [params]).tolist() == [[0.0, 1.0, 0.0]]
 
 
 def _renormalised(probs_NV: Tensor, is_kept_NV: Tensor) -> Tensor:
@@ -222,7 +235,7 @@ def candidates_are_enough(logits_NV, params):
         return edges._replace(may_be_lower_N=torch.zeros_like(edges.may_be_lower_N))
 
     with patch.object(sampling, "_edges", never_lower), patch.object(sampling, "_FIRST_CANDIDATES", (4,)):
-        return probs_of(logits_NV, params)
+        return probs_by_torch(logits_NV, params)
 
 
 def ties_broken(logits_NV, params):
@@ -262,5 +275,6 @@ def check_all(probs_of) -> None:
 )
 def test_distributions_detect_mutants(mutant):
     check_all(probs_of)
+    check_all(probs_by_torch)
     with pytest.raises(AssertionError):
         check_all(mutant)
