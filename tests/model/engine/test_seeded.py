@@ -159,10 +159,15 @@ def test_crowds_detect_noise_of_another_position(monkeypatch):
     def by_probs(self, forest, probs_NV, keys):
         return reusing(honest(self, forest, probs_NV, keys), forest.trees, probs_NV, keys)
 
-    def by_library(trees, logits_NV, rows, temperatures, keys):
-        sampling = [SamplingParams(one) for one, tree in zip(temperatures, trees, strict=True) for _ in range(tree.num_nodes)]
+    def by_library(trees, logits_NV, rows, temperatures, truncations, keys):
+        sampling = [
+            SamplingParams(one, top_k=kept.top_k, top_p=kept.top_p, min_p=kept.min_p)
+            for one, kept, tree in zip(temperatures, truncations, trees, strict=True)
+            for _ in range(tree.num_nodes)
+        ]
         probs_NV = warped_probs(logits_NV, sampling, rows)
-        return reusing(coupled.judge_coupled_natively(trees, logits_NV, rows, temperatures, keys), trees, probs_NV, keys)
+        verdicts = coupled.judge_coupled_natively(trees, logits_NV, rows, temperatures, truncations, keys)
+        return reusing(verdicts, trees, probs_NV, keys)
 
     honest = coupled.Coupled.judge
     monkeypatch.setattr(coupled.Coupled, "judge", by_probs)

@@ -28,6 +28,7 @@ from tests.model.rows import GREEDY, TableDrafter, decoding_row
 V = 5
 TABLE = torch.randn(V, V, generator=torch.Generator().manual_seed(0)) * 2
 WARM = SamplingParams(temperature=0.8, top_p=0.95)
+TYPICAL = SamplingParams(temperature=0.8, typical_p=0.9)
 KINDS = [(GREEDY, "coupled"), (WARM, "coupled"), (WARM, "traversal"), (WARM, "specinfer"), (SamplingParams(), "nss")]
 
 
@@ -186,9 +187,11 @@ def roots_of(sampling: SamplingParams, verifier: str, num: int = 3) -> list[Row]
 
 
 @needs_library
-@pytest.mark.parametrize(("sampling", "own"), [(SamplingParams(temperature=0.8), "coupled"), (WARM, "traversal")])
+@pytest.mark.parametrize(
+    ("sampling", "own"), [(SamplingParams(temperature=0.8), "coupled"), (WARM, "coupled"), (TYPICAL, "traversal")]
+)
 def test_single_root_is_drawn_the_cheapest_way(sampling, own):
-    """The coupled rule applies where the library reads the logits and only temperature is set.
+    """The coupled rule applies where the library reads the logits and typical-p is not set.
 
     It reports that one token is accepted.
     """
@@ -232,8 +235,8 @@ def of_library(monkeypatch, rows: list[Row]) -> list[StepKey]:
 
 @needs_library
 def test_rows_are_verified_independently_of_others(monkeypatch):
-    """The bug: one truncating row sent all rows of the coupled rule the slow way. Their distributions then had other sums."""
-    rows = rows_of([(SamplingParams(temperature=0.8), "coupled"), (WARM, "coupled"), (SamplingParams(), "coupled")])
+    """The bug: one row with typical-p sent all rows of the coupled rule the slow way. Their distributions then had other sums."""
+    rows = rows_of([(WARM, "coupled"), (TYPICAL, "coupled"), (SamplingParams(), "coupled")])
     wanted = [rows[0].key, rows[2].key]
     assert of_library(monkeypatch, rows) == wanted
     monkeypatch.setattr(judging, "_rule", lambda row, *_: row.verifier)

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from engine.core.rng_keys import StepKey, Stream, stream_key
 from engine.core.tree import TokenTree
+from engine.core.types import SamplingParams
 from engine.native import library
+from engine.native.distributions import Truncation
+from engine.sampling.distributions import warped_probs
 from engine.sampling.noise import gumbels
 from engine.verify import coupled
 from engine.verify.coupled import Coupled, follow, judge_coupled_natively, judge_greedy
@@ -73,7 +76,7 @@ def by_library(forest: Forest, probs_NV: torch.Tensor, keys: list[StepKey]) -> l
     logits_NV = torch.full((2 * len(probs_NV), probs_NV.shape[1]), math.nan)
     of_tree = torch.tensor([t for t, tree in zip(temperatures, forest.trees) for _ in range(tree.num_nodes)])
     logits_NV[list(rows)] = probs_NV.float().log() * of_tree[:, None]
-    return judge_coupled_natively(forest.trees, logits_NV, rows, temperatures, keys)
+    return judge_coupled_natively(forest.trees, logits_NV, rows, temperatures, [Truncation()] * len(forest.trees), keys)
 
 
 WAYS = [by_probs, pytest.param(by_library, marks=needs_library)]
@@ -94,6 +97,27 @@ def test_any_tree_gives_the_plain_decoding_tokens(flavour: str, judge: Judging) 
     for seed in range(25):
         model = TinyModel(VOCAB, seed, flavour)
         assert speculative_text(model, seed, random.Random(seed), judge) == plain_text(model, seed)
+
+
+@needs_library
+@pytest.mark.parametrize("is_mutant", [False, True])
+def test_truncated_trees_are_judged_as_by_distributions(is_mutant: bool) -> None:
+    """Every tree has its own truncation. The mutant gives each tree its neighbour's."""
+    rng, count = random.Random(5), 120
+    model = TinyModel(VOCAB, 3)
+    batch = batch_of(model, [any_tree(rng) for _ in range(count)])
+    trees, keys = batch.forest.trees, [StepKey(seed, seed % 5) for seed in range(count)]
+    kept = [Truncation(), Truncation(2), Truncation(0, 0.6), Truncation(0, 1.0, 0.5), Truncation(3, 0.7, 0.1)] * (count // 5)
+    logits_NV = batch.target_probs_NV.float().log()
+    sampling = [
+        SamplingParams(top_k=one.top_k, top_p=one.top_p, min_p=one.min_p)
+        for one, tree in zip(kept, trees, strict=True)
+        for _ in range(tree.num_nodes)
+    ]
+    expected = by_probs(batch.forest, warped_probs(logits_NV, sampling), keys)
+    given = kept[1:] + kept[:1] if is_mutant else kept
+    judged = judge_coupled_natively(trees, logits_NV, range(len(logits_NV)), [1.0] * count, given, keys)
+    assert (judged == expected) is not is_mutant
 
 
 @needs_library
