@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +31,7 @@ from engine.core.refusal import Refusal
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, load_model
 from engine.model.linear_backends import torch_linears
+from engine.utils.process_name import name_process
 from engine.utils.run_folder import run_folder
 
 _logger = logging.getLogger(__name__)
@@ -185,15 +186,22 @@ def _messages() -> Iterator[Any]:
 
 
 def follow() -> None:
-    """Load a rank's part, then run the passes of rank 0."""
+    """Be another rank than 0: load its part, then run the passes of rank 0."""
+    name_process("latebranch-rank")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all processes
     messages = _messages()
     part: _Part = next(messages)
     logging.basicConfig(level=part.log_level, format=f"%(asctime)s %(levelname)s rank {part.rank} %(name)s: %(message)s")
     try:
-        model = part.load()
+        _run_passes(part.load(), messages)
     except Refusal:
-        return  # rank 0 raises it too
+        os._exit(0)  # rank 0 raises it too
+    except BaseException:
+        _logger.exception("rank %d failed", part.rank)
+        os._exit(1)  # not by the interpreter's end, which would wait for the thread that reads
+
+
+def _run_passes(model: CausalModel, messages: Iterator[Any]) -> NoReturn:
     caches: dict[int, KVCache] = {}
     for message in messages:
         if isinstance(message, _Rows):
@@ -204,3 +212,4 @@ def follow() -> None:
             caches[message.cache] = KVCache(message.num_slots, model.device)
         rows_N = torch.tensor(message.rows, dtype=torch.int64, device=model.device)
         model.forward(pack(message.segments, model.device), caches[message.cache], rows_N)
+    raise AssertionError("rank 0 sends messages without end")

@@ -45,9 +45,9 @@ class ShardedHead(nn.Module):
 
     def __init__(self, own_OD: Float[Tensor, "O D"], num_rows: int) -> None:
         super().__init__()
-        num_own = -(-num_rows // dist.get_world_size())
-        self._first, self._num_own, self._num_rows = dist.get_rank() * num_own, num_own, num_rows
-        self.linear: nn.Module = linear_of(nn.functional.pad(own_OD, (0, 0, 0, num_own - len(own_OD))))
+        own = own_rows(num_rows)
+        self._first, self._num_own, self._num_rows = own.start, len(own), num_rows
+        self.linear: nn.Module = linear_of(nn.functional.pad(own_OD, (0, 0, 0, len(own) - len(own_OD))))
 
     def forward(self, x: Float[Tensor, "*_ D"]) -> Float[Tensor, "*_ V"]:
         """Return all tokens' logits."""
@@ -63,6 +63,12 @@ class ShardedHead(nn.Module):
         rows_MD = weight_of(self.linear)[places_M.clamp(0, self._num_own - 1)].masked_fill(~is_own_M[:, None], 0.0)
         dist.all_reduce(rows_MD)
         return rows_MD
+
+
+def own_rows(num_rows: int) -> range:
+    """Return this rank's rows of a head. They may exceed the number of all."""
+    num_own = -(-num_rows // dist.get_world_size())
+    return range(dist.get_rank() * num_own, (dist.get_rank() + 1) * num_own)
 
 
 def why_not_sharded(config: EngineConfig, device: torch.device) -> str | None:
@@ -110,10 +116,10 @@ def load_shard(folder: Path, dtype: torch.dtype, num_ranks: int) -> nn.Module:
     embeddings, head = module.get_input_embeddings(), module.get_output_embeddings()
     is_tied = head.weight is embeddings.weight
     num_rows = len(head.weight)
-    embeddings.weight = _parameter(embeddings.weight.full_tensor())
-    own_rows = -(-num_rows // num_ranks)
-    first = dist.get_rank() * own_rows
-    own_OD = embeddings.weight[first : first + own_rows] if is_tied else head.weight.to_local()
+    if isinstance(embeddings.weight, DTensor):
+        embeddings.weight = _parameter(embeddings.weight.full_tensor())
+    own = own_rows(num_rows)
+    own_OD = embeddings.weight[own.start : own.stop] if is_tied else head.weight.to_local()
     module.set_output_embeddings(ShardedHead(own_OD, num_rows))
     for parent in list(module.modules()):
         for name, part in list(parent.named_children()):

@@ -18,7 +18,6 @@ from engine.memory_plan import memory_need
 from engine.model import sharding
 from engine.model.causal_lm import CausalModel
 from engine.model.linear_backends import linear_of, weight_of
-from engine.model.ranks import load_sharded
 from engine.model.sharding import SummedLinear
 from engine.testing import tiny_engine, tiny_module
 from engine.weights import UnsupportedModel
@@ -40,8 +39,9 @@ TREE = Expansion(1, 2, 2)
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CausalModel]:
     """The tiny Llama in two processes. Its 61 tokens cannot be halved."""
-    with torch.random.fork_rng():
-        target = load_sharded(model_folder(tmp_path_factory.mktemp("whole")), "float32", CPU, 2, 2)
+    folder = model_folder(tmp_path_factory.mktemp("whole"))
+    config = EngineConfig(str(folder), device="cpu", num_threads=2, tensor_parallel=2, scheduler=WIDE)
+    target = build_engine(config).target.model
     assert target.ranks is not None
     (pid,) = target.ranks.pids
     yield target
