@@ -1,11 +1,12 @@
 """The processes that run a sharded model: rank 0 is this one, which starts and leads the others.
 
 Every rank loads and checks its part of the model by the same calls. Then rank 0 sends the inputs of its passes through pipes, and
-the other ranks run them over their own part of the cache. A pipe may be idle for any time. Its end tells the other ranks that
-rank 0 is gone, even within a collective operation. If another rank dies, rank 0 dies of the same cause; a supervisor of
-rank 0 thus starts all again.
+the other ranks run them over their own part of the cache. A pipe may be idle for any time. The other ranks end with rank 0, even
+within a collective operation or while they hang. If another rank dies, rank 0 dies of the same cause, and its supervisor starts
+all again.
 """
 
+import ctypes
 import logging
 import os
 import pickle
@@ -37,6 +38,7 @@ from engine.utils.run_folder import run_folder
 _logger = logging.getLogger(__name__)
 
 _END_S = 10.0
+_PR_SET_PDEATHSIG = 1  # of Linux
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class _Part:
 
     def load(self) -> CausalModel:
         """Return this rank's part, in the process group of all ranks."""
-        device = torch.device(self.device, self.rank if self.device == "cuda" else None)
+        device = torch.device("cuda", self.rank) if self.device == "cuda" else torch.device(self.device)
         os.environ["LOCAL_RANK"] = str(self.rank)  # by which transformers chooses the device
         os.environ.setdefault("GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo")))
         if device.type == "cuda":
@@ -62,7 +64,7 @@ class _Part:
         torch.set_num_threads(self.num_threads)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(self.meeting, self.num_ranks),
+            init_method=f"file://{self.meeting}",
             world_size=self.num_ranks,
             rank=self.rank,
             device_id=device if device.type == "cuda" else None,
@@ -188,6 +190,8 @@ def _messages() -> Iterator[Any]:
 def follow() -> None:
     """Be another rank than 0: load its part, then run the passes of rank 0."""
     name_process("latebranch-rank")
+    if sys.platform == "linux":  # the end of the pipe would not end a stopped process
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all processes
     messages = _messages()
     part: _Part = next(messages)

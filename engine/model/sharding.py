@@ -83,7 +83,7 @@ def why_not_sharded(config: EngineConfig, device: torch.device) -> str | None:
         return "drafter early-exit runs layers of the target apart from its passes"
     if device.type == "cpu":
         return "torch shards on this machine's accelerator, not on the CPU" if torch.accelerator.is_available() else None
-    if device.index is not None:
+    if device != torch.device(device.type):
         return f"rank N uses the N-th GPU, so that the device must be {device.type}"
     if torch.cuda.device_count() < config.tensor_parallel:
         return f"there are {torch.cuda.device_count()} GPUs"

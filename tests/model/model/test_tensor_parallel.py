@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engine.build import BadConfiguration, build_engine
@@ -34,6 +35,7 @@ from tests.model.tiny import model, own_greedy_text, own_logits, pair
 PROMPTS = [tuple(3 + (7 * i * i + 5 * i * number + number) % 58 for i in range(3 + number)) for number in range(24)]
 TIE = 1e-4  # of logits, which are near 1: sums of several ranks round otherwise
 TREE = Expansion(1, 2, 2)
+NUM_GPUS = torch.cuda.device_count()
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def unsummed(reduce: Callable[[Tensor], object], summand: Tensor) -> None:
 
 
 def test_a_missing_sum_is_detected(sharded, monkeypatch):
-    monkeypatch.setattr(sharding.dist, "all_reduce", partial(unsummed, sharding.dist.all_reduce))
+    monkeypatch.setattr(dist, "all_reduce", partial(unsummed, dist.all_reduce))
     assert max(differences(sharded)) > 100 * TIE
 
 
@@ -102,7 +104,7 @@ def test_trees_keep_the_targets_distribution(sharded, verifier, expansion):
 
 
 def test_a_missing_sum_changes_the_distribution(sharded, monkeypatch):
-    monkeypatch.setattr(sharding.dist, "all_reduce", partial(unsummed, sharding.dist.all_reduce))
+    monkeypatch.setattr(dist, "all_reduce", partial(unsummed, dist.all_reduce))
     engine = tiny_engine(sharded, pair("llama", 0.1)[1], FixedExpansion(DELAYED), config=WIDE)
     assert z_of_counts(triples("traversal", DELAYED, engine), target_distribution()) > FAILS_ABOVE
 
@@ -128,7 +130,7 @@ def test_heads_draft_with_whole_embeddings_and_rows(sharded):
     assert sum(stats.num_drafts for stats in session.stats) > 0
 
 
-def test_a_rank_has_half_of_keys_and_weights(sharded, tmp_path):
+def test_rank_has_half_of_keys_and_weights(sharded, tmp_path):
     """The computed memory is that of both processes, since they share the machine's."""
     limits = SchedulerConfig(num_slots=256, max_model_len=128, max_step_tokens=64, max_running=8)
     engine = tiny_engine(sharded, config=limits)
@@ -162,6 +164,15 @@ def test_settings_are_refused_before_loading(change, reason, tmp_path, monkeypat
     config = EngineConfig(str(model_folder(tmp_path)), device="cpu", tensor_parallel=2)
     with pytest.raises((BadConfiguration, UnsupportedModel), match=f"(tensor_parallel|cuda_graphs): .*{reason.split(': ')[-1]}"):
         build_engine(replace(config, **change))
+
+
+def test_unshardable_settings_are_named():
+    """These need files or devices, so that an engine is not built."""
+    config = EngineConfig("tiny", tensor_parallel=2)
+    assert sharding.why_not_sharded(config, CPU) is None
+    assert sharding.why_not_sharded(replace(config, lora=(("a", "folder"),)), CPU) == "LoRA adapters are not sharded"
+    assert "device must be cuda" in (sharding.why_not_sharded(config, torch.device("cuda", 1)) or "")
+    assert sharding.why_not_sharded(replace(config, tensor_parallel=64), torch.device("cuda")) == f"there are {NUM_GPUS} GPUs"
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "lfm2"])
