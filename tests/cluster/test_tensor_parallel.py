@@ -31,8 +31,9 @@ pytestmark = pytest.mark.skipif("CLUSTER_VENV" not in os.environ, reason="make c
 MODEL = "smollm2-135m"
 NUM_TOKENS = 24
 TIE = 1e-3  # of logits
-FLAGS = ("--tensor-parallel", "2", "--device", "cpu", "--drafter", "ngram")
-END_S = 20.0
+WHOLE = ("--device", "cpu", "--drafter", "ngram", "--policy", "fixed")
+FLAGS = (*WHOLE, "--tensor-parallel", "2")
+END_S, RESTART_S = 20.0, 200.0
 
 
 @contextmanager
@@ -136,7 +137,7 @@ def lines(server: RunningServer, model: str, num_tokens: int) -> Iterator[str]:
 )
 def test_streams_resume_after_a_killed_rank(name: str, number: signal.Signals, folder: str, tmp_path: Path) -> None:
     """`latebranch-work` is rank 0. All start again, also after a rank hangs; the text is that of one process."""
-    with running_server(tmp_path / "whole.log", "--model", folder, "--device", "cpu", "--dtype", "float32") as whole:
+    with running_server(tmp_path / "whole.log", "--model", folder, *WHOLE) as whole:
         expected = "".join(lines(whole, folder, 200))
     with running_server(tmp_path / "log", "--model", folder, "--hang-limit-s", "10", *FLAGS) as server:
         texts = lines(server, folder, 200)
@@ -151,6 +152,19 @@ def test_streams_resume_after_a_killed_rank(name: str, number: signal.Signals, f
         after = processes_of(server)
         assert len(after["latebranch-rank"]) == 1
     wait_for_end([pid for pids in after.values() for pid in pids])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_idle_server_replaces_a_dead_rank(number: signal.Signals, folder: str, tmp_path: Path) -> None:
+    with running_server(tmp_path / "log", "--model", folder, *FLAGS) as server:
+        before = processes_of(server)
+        os.kill(before["latebranch-rank"][0], number)
+        wait_for_end(before["latebranch-rank"] + before["latebranch-work"])
+        end = time.monotonic() + RESTART_S
+        while server.metric("latebranch_engine_restarts_total") != 1 or server.get("/ready").status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        assert len("".join(lines(server, folder, 8))) > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

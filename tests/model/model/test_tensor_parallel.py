@@ -71,7 +71,7 @@ def differences(target: CausalModel, expansion: Expansion | None = TREE) -> list
 
 
 @pytest.mark.parametrize("expansion", [None, TREE, Expansion(0, 3, 3, "heap", 5)], ids=str)
-def test_greedy_texts_equal_one_processs(sharded, expansion):
+def test_greedy_texts_equal_those_of_one_process(sharded, expansion):
     ties = differences(sharded, expansion)
     assert max(ties, default=0.0) < TIE
     assert len(ties) <= 2
