@@ -86,7 +86,7 @@ class Ranks:
         ]
         for part, process, watch in zip(parts, self._processes, self._watches, strict=True):
             watch.start()
-            self._post(process, part)
+            self._post([process], part)
 
     @property
     def pids(self) -> list[int]:
@@ -98,14 +98,12 @@ class Ranks:
         if cache not in self._numbers:
             self._num_caches += 1
             self._numbers[cache] = self._num_caches
-        pass_ = _Pass(batch.segments, rows_N.tolist(), self._numbers[cache], cache.num_slots, [*self._numbers.values()])
-        for process in self._processes:
-            self._post(process, pass_)
+        used = [*self._numbers.values()]
+        self._post(self._processes, _Pass(batch.segments, rows_N.tolist(), self._numbers[cache], cache.num_slots, used))
 
     def read_rows(self, ids_M: Tensor) -> None:
         """Have the other ranks read rows of the output head, which this rank must read now."""
-        for process in self._processes:
-            self._post(process, _Rows(ids_M.tolist()))
+        self._post(self._processes, _Rows(ids_M.tolist()))
 
     def close(self) -> None:
         """End the other ranks. The model cannot run any more."""
@@ -118,10 +116,12 @@ class Ranks:
             dist.destroy_process_group()
 
     @staticmethod
-    def _post(process: "subprocess.Popen[bytes]", message: "_Part | _Pass | _Rows") -> None:
-        assert process.stdin is not None
-        pickle.dump(message, process.stdin)
-        process.stdin.flush()
+    def _post(processes: "Sequence[subprocess.Popen[bytes]]", message: "_Part | _Pass | _Rows") -> None:
+        data = pickle.dumps(message)
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(data)
+            process.stdin.flush()
 
 
 def load_sharded(folder: Path, dtype: str, device: torch.device, num_ranks: int, num_threads: int) -> CausalModel:

@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.audit.reference import load_reference
-from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.engine import Engine
 from engine.testing import tiny_module
 from engine.weights import resolve
 from engine.weights.pretrained import load_tokenizer
+from server.adaptive_engine import served_engine
 from server.settings import load_settings
 from tests.conformance.folder import served_folder
 from tests.e2e.prompts import PROMPTS
@@ -38,7 +38,8 @@ END_S, RESTART_S = 20.0, 200.0
 
 @contextmanager
 def sharded_engine(config: EngineConfig) -> Iterator[Engine]:
-    engine = build_engine(config)
+    engine = served_engine(config)
+    assert isinstance(engine, Engine)
     try:
         yield engine
     finally:
@@ -48,13 +49,13 @@ def sharded_engine(config: EngineConfig) -> Iterator[Engine]:
 
 @pytest.mark.weights
 def test_real_weights_give_one_processs_texts() -> None:
-    """SmolLM2's three key-value heads on three ranks, with the shipped head and trees."""
+    """SmolLM2's three key-value heads on three ranks, with the settings of `serve`."""
     folder = resolve(MODEL).folder
     tokenizer = load_tokenizer(folder)
     prompts = [
         tuple(tokenizer.encode(f"{prefix}{prompt}")) for prefix in ("", "Here is an example. ", "1. ") for prompt in PROMPTS
     ]
-    config = load_settings(None, {"policy": "fixed", "expansion": "delayed.3.2.2", "device": "cpu", "tensor_parallel": 3})
+    config = load_settings(None, {"device": "cpu", "tensor_parallel": 3})
     with sharded_engine(config.to_engine_config()) as engine:
         requests = [greedy(str(number), prompt, NUM_TOKENS) for number, prompt in enumerate(prompts)]
         session = run(engine, requests)
@@ -83,8 +84,10 @@ TIED = [("mistral", False), ("qwen2", False), ("qwen3", True), ("gemma3", False)
 
 @pytest.mark.parametrize(("family", "is_tied"), TIED)
 def test_families_give_their_own_texts(family: str, is_tied: bool, tmp_path: Path) -> None:
+    """The draft model is the whole target, on rank 0."""
     module = tiny_module(family, tie_word_embeddings=True) if is_tied else tiny_module(family)
-    config = EngineConfig(str(model_folder(tmp_path, module)), device="cpu", tensor_parallel=2, drafter="ngram")
+    folder = str(model_folder(tmp_path, module))
+    config = EngineConfig(folder, device="cpu", tensor_parallel=2, drafter="model", draft_model=folder)
     prompts = [tuple(3 + (11 * i + number) % 7 for i in range(9 + number)) for number in range(4)]
     with sharded_engine(config) as engine:
         texts = run(engine, [greedy(str(number), prompt) for number, prompt in enumerate(prompts)]).texts()
