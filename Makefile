@@ -71,7 +71,7 @@ test: $(INSTALLED) ## run the whole suite on every core
 test-fast: $(INSTALLED) ## run the tests that need no model: about a minute on two cores
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 tests/selector tests/unit -m "not slow" $(ARGS)
 
-cluster-test: $(INSTALLED) $(CLUSTER)/.installed ## run the tests of replicas behind a gateway
+cluster-test: $(INSTALLED) $(CLUSTER)/.installed ## run the tests of replicas behind a gateway, and of ranks that die
 	CLUSTER_VENV=$(abspath $(CLUSTER)) $(BIN)/python -m pytest tests/cluster $(ARGS)
 
 # The gateway, apart from $(VENV): it has pins of its own.

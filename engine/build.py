@@ -44,7 +44,9 @@ from engine.memory_plan import memory_need, shortage
 from engine.model.causal_lm import CausalModel, load_model, weights_dtype
 from engine.model.hidden_states import has_layer_states
 from engine.model.linear_backends import fastest_linears, fastest_precision, torch_linears
+from engine.model.ranks import load_sharded
 from engine.model.root_features import RootFeatures
+from engine.model.sharding import require_shardable, why_not_sharded
 from engine.model.stored_model import load_stored
 from engine.model.target import Target
 from engine.native import library
@@ -94,9 +96,11 @@ def build_engine(
         torch.cuda.set_device(device)  # our kernels and graphs run on the current device
     if adapters:
         require_fitting(adapters, resolve(config.model).folder)
+    if config.tensor_parallel > 1:
+        _require_ranks(config, device)
     _require_memory(config, device, sum(adapter.num_bytes for adapter in adapters))
     loader = _Models(load or load_whole, {} if models is None else models)
-    model = _adapted(config, adapters, device) if adapters else loader.load(config.model, config.dtype, device)
+    model = _target(config, adapters, device, loader)
     if config.deterministic:
         _round_alike(model, config)
     if model.native is not None:
@@ -191,11 +195,25 @@ def _adapters(config: EngineConfig) -> list[Adapter]:
     return [read_adapter(name, Path(folder).expanduser()) for name, folder in config.lora]
 
 
+def _target(config: EngineConfig, adapters: Sequence[Adapter], device: torch.device, loader: "_Models") -> CausalModel:
+    if config.tensor_parallel > 1:
+        num_threads = config.num_threads or torch.get_num_threads()
+        return load_sharded(resolve(config.model).folder, config.dtype, device, config.tensor_parallel, num_threads)
+    return _adapted(config, adapters, device) if adapters else loader.load(config.model, config.dtype, device)
+
+
 def _adapted(config: EngineConfig, adapters: Sequence[Adapter], device: torch.device) -> CausalModel:
     """Return the target with its LoRA adapters. Another model of the same weights, such as a drafter, does not have them."""
     model = load_model(resolve(config.model).folder, config.dtype, device, torch_linears(device))
     model.add_adapters(adapters)
     return model
+
+
+def _require_ranks(config: EngineConfig, device: torch.device) -> None:
+    """Raise BadConfiguration or UnsupportedModel unless the ranks can run the target, before anything is loaded."""
+    if (reason := why_not_sharded(config, device)) is not None:
+        raise BadConfiguration(f"tensor_parallel: {reason}")
+    require_shardable(resolve(config.model).folder, config.tensor_parallel)
 
 
 @contextmanager

@@ -48,6 +48,8 @@ def why_not_replayed(config: EngineConfig, target: Configuration, device: torch.
 def _required_directly(config: EngineConfig) -> str | None:
     if config.kv_canary:
         return "kv_canary checks what is read"
+    if config.tensor_parallel > 1:
+        return "the ranks follow each pass"
     return "LoRA adapters differ from pass to pass" if config.lora else None
 
 

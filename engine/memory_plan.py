@@ -77,17 +77,29 @@ def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) ->
     target, num_slots = configuration_of(config.model), config.scheduler.num_slots + 1  # and one that no sequence owns
     weights, draft_weights = weights_dtype(config.dtype), weights_dtype(draft_dtype)
     is_native = fastest_linears(device) == NATIVE
-    is_target_native = is_native and not config.lora and config.dtype != "fp8"
+    is_target_native = is_native and not config.lora and config.dtype != "fp8" and config.tensor_parallel == 1
+    on_host = config.tensor_parallel if device.type == "cpu" else 1  # ranks that share the memory
     kept = cache_dtype(config.dtype) if is_target_native else weights
     draft_kept = torch.float32 if is_native else draft_weights
     return MemoryNeed(
-        weights=_model_bytes(config.model, config.dtype, is_target_native),
+        weights=on_host * _rank_bytes(config, is_target_native),
         draft_weights=_draft_bytes(config, draft_dtype, is_native),
-        cache=num_slots * key_bytes(target.get_text_config(), kept.itemsize) + _states_bytes(config, target, kept),
+        cache=on_host * num_slots * key_bytes(target.get_text_config(), kept.itemsize) // config.tensor_parallel
+        + _states_bytes(config, target, kept),
         draft_cache=num_slots * _draft_bytes_per_token(config, draft_kept, cache_dtype(draft_dtype) if is_native else None),
         step=_step_bytes(config, target),
         replays=_replay_bytes(config, target, device),
     )
+
+
+def _rank_bytes(config: EngineConfig, is_native: bool) -> int:
+    """Return the bytes of a rank's part of the target: the embeddings, and its share of all other weights."""
+    whole = _model_bytes(config.model, config.dtype, is_native)
+    if config.tensor_parallel == 1:
+        return whole
+    text = configuration_of(config.model).get_text_config()
+    embeddings = int(text.vocab_size * text.hidden_size) * weights_dtype(config.dtype).itemsize
+    return embeddings + -(-(whole - embeddings) // config.tensor_parallel)
 
 
 def _model_bytes(reference: str, precision: str, is_native: bool) -> int:

@@ -347,6 +347,9 @@ class Settings(BaseSettings):
         "runs, else bfloat16 if the processor multiplies it; this saves memory traffic.",
     )
     device: str | None = Field(default=None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
+    tensor_parallel: int = Field(
+        default=1, ge=1, description="Processes that share out the layers of the target, one for each GPU (docs/scaling.md)."
+    )
     num_threads: int | None = Field(default=None, ge=1, description="Threads of the engine; unset: the physical cores.")
     trace_file: str | None = Field(
         default=None, description="File to which every step is appended as JSON lines (docs/traces.md); unset: none."
@@ -531,13 +534,13 @@ class Settings(BaseSettings):
         return self.served_names[0]
 
     def to_tool_config(self) -> EngineConfig:
-        """Return the engine's configuration for a tool: without trace file, audit, canary, prefix cache and adapters.
+        """Return the engine's configuration for a tool: one rank, without trace file, audit, canary, prefix cache and adapters.
 
         Without the prefix cache a tool that repeats prompts measures their prefill each time.
         """
         config = self.to_engine_config()
         scheduler = replace(config.scheduler, prefix_block_tokens=0)
-        return replace(config, trace_file=None, audit_share=0.0, kv_canary=False, scheduler=scheduler, lora=())
+        return replace(config, trace_file=None, audit_share=0.0, kv_canary=False, scheduler=scheduler, lora=(), tensor_parallel=1)
 
     def _selector(self, drafter: str) -> str | None:
         """Return the network's file; None for counting.
@@ -591,6 +594,7 @@ class Settings(BaseSettings):
             deterministic=self.deterministic,
             kv_canary=self.kv_canary,
             lora=tuple(self.adapters.items()),
+            tensor_parallel=self.tensor_parallel,
             scheduler=SchedulerConfig(
                 max_running=self.max_running,
                 max_waiting=self.max_waiting,

@@ -12,7 +12,7 @@ gc.disable()  # imports leave little garbage, and collections among so many obje
 import engine.build  # noqa: E402, F401
 import selector.build  # noqa: E402, F401
 from engine.utils.free_memory import return_free_memory  # noqa: E402
-from engine.worker.process import name_process  # noqa: E402
+from engine.utils.process_name import name_process  # noqa: E402
 
 name_process("latebranch-idle")
 gc.freeze()  # a collection in a worker would write to every object, and so copy the shared memory

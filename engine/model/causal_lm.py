@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -35,6 +35,7 @@ from engine.model.fp8 import fp8_reason
 from engine.model.fused.decoder import FusedDecoder
 from engine.model.linear_backends import FP8, NATIVE, fastest_linears, prepare_linears, torch_linears, weight_of
 from engine.model.recurrent import RecurrentLayers
+from engine.model.sharding import ShardedHead, load_shard
 from engine.native.decoder import NativeDecoder, UnknownDecoder, parts_of, refuse_by_structure
 from engine.native.linear import QUANTISED, NativeLinear
 from engine.sampling.argmax import RowArgMax
@@ -47,6 +48,9 @@ from engine.weights.lora import Adapter
 from engine.weights.pretrained import load_module, refuse_by_configuration, refused
 from engine.weights.stored_config import read_config
 from engine.weights.weight_headers import stored_dtype
+
+if TYPE_CHECKING:
+    from engine.model.ranks import Ranks
 
 _logger = logging.getLogger(__name__)
 # For passes whose attention adds in another order. int8 rounds inputs of layers to 15 bits, compact and fp8 to 8.
@@ -61,6 +65,7 @@ class CausalModel:
     fused: FusedDecoder | None = None  # if set, runs passes over tables in place of the module
     recurrent: RecurrentLayers | None = None
     adapters: AdaptedRows | None = None  # of the LoRA adapters, if there are any
+    ranks: "Ranks | None" = None  # the processes with the other parts of a sharded model
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module: Any = module.to(device).eval()
@@ -99,6 +104,10 @@ class CausalModel:
     def output_rows(self, ids_M: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
         """Return the output layer's weights of some tokens, ascending."""
         output = self.module.get_output_embeddings()
+        if isinstance(output, ShardedHead):
+            if self.ranks is not None:
+                self.ranks.read_rows(ids_M)
+            return output.rows(ids_M)
         return output.weights.rows(ids_M) if isinstance(output, NativeLinear) else weight_of(output)[ids_M]
 
     @property
@@ -162,6 +171,8 @@ class CausalModel:
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
+        if self.ranks is not None:
+            self.ranks.run_pass(batch, cache, logit_rows_N)
         if self.adapters is None:
             return self._forward(batch, cache, logit_rows_N)
         with self.adapters.of(batch):
@@ -244,14 +255,15 @@ def is_run_natively(module: nn.Module, device: torch.device) -> bool:
     return True
 
 
-def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
+def load_model(folder: Path, dtype: str, device: torch.device, linears: str, num_ranks: int = 1) -> CausalModel:
     """Load and check a model. `dtype` is a torch name, int8 or compact; `linears` a kind of engine.model.linear_backends.
 
+    With more than one rank it is this one's part (engine.model.ranks).
     transformers runs a model that the library does not know, with packed linear layers. In int8 and compact it is refused.
     """
     quiet_libraries()
     with _refusing(folder):
-        return _load(folder, dtype, device, linears)
+        return _load(folder, dtype, device, linears, num_ranks)
 
 
 @contextmanager
@@ -265,11 +277,13 @@ def _refusing(folder: Path) -> Iterator[None]:
         raise refused(read_config(folder).model_type, f"{type(error).__name__}: {error}") from error
 
 
-def _load(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
+def _load(folder: Path, dtype: str, device: torch.device, linears: str, num_ranks: int) -> CausalModel:
     if dtype == FP8:
         if (reason := fp8_reason(device)) is not None:
             raise UnsupportedModel(f"{dtype} needs a GPU that multiplies it: {reason}")
         linears = FP8
+    if num_ranks > 1:
+        return adopt(load_shard(folder, weights_dtype(dtype), num_ranks), device, linears)
     module = _loaded(folder, loaded_dtype(folder, dtype, linears), weights_dtype(dtype))
     if linears == NATIVE:
         try:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -23,6 +23,7 @@ import zmq
 from engine.core.config import EngineConfig
 from engine.core.refusal import Refusal
 from engine.utils.free_memory import return_free_memory
+from engine.utils.process_name import name_process
 from engine.utils.progress_bar import long_work
 from engine.worker.engine_loop import EngineFactory, EngineLoop, SteppedEngine
 from engine.worker.fork_template import start_template
@@ -46,7 +47,7 @@ MAX_COMMANDS = 256  # read before one step, which bounds the delay of the step
 _LINGER_MS = 2000  # how long a failed worker waits for its events to be sent
 _MAX_ERROR_CHARS = 2000
 _LOG_LINE = "%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
-_PROCESS_NAME = "latebranch-work"  # the kernel keeps 15 characters
+_PROCESS_NAME = "latebranch-work"
 
 ReadCommands = Callable[[float], list[Command]]  # at most MAX_COMMANDS; waits up to the given seconds for the first
 SendEvent = Callable[[WorkerEvent], None]  # must not block
@@ -176,12 +177,6 @@ def _configure_process(configure_logging: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=die_with_parent, name="die-with-parent", daemon=True).start()
     configure_logging()
-
-
-def name_process(name: str) -> None:
-    """Name this process in lists of processes."""
-    with suppress(OSError):  # Linux only
-        Path("/proc/self/comm").write_text(name)
 
 
 def die_with_parent() -> None:

@@ -18,7 +18,8 @@ from engine.draft.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.models.head import head_shape
 from engine.graph_setup import why_not_replayed
 from engine.memory_plan import GB, configuration_of, memory_need, memory_of, shortage
-from engine.model.linear_backends import NATIVE, fastest_linears, multiplies_bfloat16
+from engine.model.linear_backends import NATIVE, fastest_linears, multiplies_bfloat16, torch_linears
+from engine.model.sharding import require_shardable, why_not_sharded
 from engine.model.stored_model import forget_stored
 from engine.native import library
 from engine.native.linear import QUANTISED
@@ -102,7 +103,7 @@ def _device_text(config: EngineConfig, device: torch.device) -> str:
 
 def _precision(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     on_cpu = device.type == "cpu"
-    linears = fastest_linears(device)
+    linears = fastest_linears(device) if config.tensor_parallel == 1 else torch_linears(device)
     has_bfloat16, is_native = on_cpu and multiplies_bfloat16(), linears == NATIVE
     ours = library.instruction_set() or ("not compiled" if library.supported() else "not for this processor")
     instructions = f"; bfloat16 instructions: {_yes(has_bfloat16)}, our library: {ours}" if on_cpu else ""
@@ -126,12 +127,17 @@ def _yes(is_so: bool) -> str:
     return "yes" if is_so else "no"
 
 
-def _model(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
+def _model(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     model = configuration_of(config.model)
     text = model.get_text_config()
     size_gb = num_parameters(resolve(config.model).folder) / GB
     sizes = f"{text.num_hidden_layers} layers of width {text.hidden_size}, {size_gb:.3g} billion parameters"
     yield Finding("model", Level.OK, f"{model.model_type}: {sizes}; our tree attention over slots")
+    if config.tensor_parallel > 1:
+        require_shardable(resolve(config.model).folder, config.tensor_parallel)
+        reason = why_not_sharded(config, device)
+        text = "its layers are shared out" if reason is None else reason
+        yield Finding("model", Level.OK if reason is None else Level.REFUSED, f"tensor_parallel {config.tensor_parallel}: {text}")
 
 
 def _passes(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
@@ -140,7 +146,7 @@ def _passes(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     if config.cuda_graphs == "on" and reason is not None:
         yield Finding("passes", Level.REFUSED, f"cuda_graphs: on: {reason}")
     elif device.type == "cuda" and reason is not None:
-        yield Finding("passes", Level.WARNING, f"{reason}: attention gathers keys, without CUDA graphs")
+        yield Finding("passes", Level.WARNING, f"{reason}: passes run without CUDA graphs")
     elif device.type == "cuda":
         yield Finding("passes", Level.OK, f"padded to shapes, CUDA graphs {config.cuda_graphs}")
 

@@ -12,7 +12,8 @@ from server.settings import Settings, load_settings
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "model": (
         *("model", "dtype", "lora", "model_name", "served_model_name", "generation_config"),
-        *("tool_call_parser", "reasoning_parser", "device", "num_threads", "cuda_graphs", "deterministic"),
+        *("tool_call_parser", "reasoning_parser", "device", "tensor_parallel", "num_threads", "cuda_graphs"),
+        "deterministic",
     ),
     "address and keys": (
         *("host", "port", "public", "api_keys", "api_keys_file", "ssl_certfile", "ssl_keyfile", "cors_origins", "allowed_hosts"),

@@ -1,1 +1,1 @@
-"""Several servers on one machine behind a gateway. `make cluster-test` runs them; without its environment they are skipped."""
+"""Servers in several processes, and several behind a gateway. Skipped without the environment of `make cluster-test`."""

@@ -61,6 +61,7 @@ def test_a_model_that_can_be_served(folder, capsys, monkeypatch):
         (("--selector", "{folder}/config.json"), "selector"),
         (("--device", "cuda"), "device"),
         (("--device", "cpu", "--cuda-graphs", "on"), "passes"),
+        (("--device", "cpu", "--tensor-parallel", "2", "--deterministic"), "model"),
         (("--model", "{folder}/nothing"), "model"),
     ],
 )
