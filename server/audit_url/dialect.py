@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core.types import SamplingParams
-from server.audit_url.client import Answer, AnswerText, AuditedServerUnsuitable, Body, CompletionClient, NotOffered
+from server.audit_url.client import AnswerText, AuditedServerUnsuitable, Body, CompletionClient, NotOffered
 
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _PARAMETERS = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES)
@@ -48,20 +48,13 @@ _DIALECTS = {
         plain={"speculative.n_max": 0},
     ),
 }
-# Every field is sent with its neutral value, because servers and models have defaults of their own.
-_LISTS: dict[bool, dict[str, tuple[Any, ...]]] = {
-    False: {"logprobs": (20, 5, 1)},
-    True: {"logprobs": (True,), "top_logprobs": (20, 5, 1)},  # chats
-}
+# Every field is sent with its neutral value, because servers and models have defaults of their own. Values are tried in turn.
+_COMPLETION_LISTS, _CHAT_LISTS = {"logprobs": (20, 5, 1)}, {"logprobs": (True,), "top_logprobs": (20, 5, 1)}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (True,),
     "return_tokens_as_token_ids": (True,),
-    "top_p": (1.0,),
     "top_k": (0, -1),
-    "min_p": (0.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
+    **{name: (getattr(SamplingParams(), name),) for name in ("top_p", "min_p", *_PENALTIES)},
     "seed": (1,),
 }
 
@@ -78,6 +71,12 @@ class AuditPrompt:
     text: str
     ids: tuple[int, ...]
 
+    def field(self, form: str) -> dict[str, Any]:
+        """Return the prompt's field in a request."""
+        if form == "chat":
+            return {"messages": [{"role": "user", "content": self.text}]}
+        return {"prompt": list(self.ids) if form == "ids" else self.text}
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -87,59 +86,56 @@ class Offer:
     base: Mapping[str, Any]
     refused: Mapping[str, str]
     form: str  # of prompts: "ids", "text" or "chat"
-    takes_seed: bool
     first: AnswerText
-    num_prompt_tokens: int | None
 
     @property
     def num_top(self) -> int:
         """The number of likeliest tokens that answers list."""
         return int(self.base.get("top_logprobs", self.base.get("logprobs", 0)))
 
+    @property
+    def takes_seed(self) -> bool:
+        """Whether requests can have a seed."""
+        return "seed" in self.base
+
     def body(self, prompt: AuditPrompt, sampling: SamplingParams, seed: int | None = None, **more: Any) -> Body:
         """Return the body of a request."""
-        fields = {**self.base, **_prompt_field(prompt, self.form)}
+        fields = {name: value for name, value in self.base.items() if name != "seed"} | prompt.field(self.form)
         for name in _PARAMETERS:
             value = getattr(sampling, name)
             if value != getattr(SamplingParams(), name) or name == "temperature":
                 fields[self.dialect.fields.get(name, name)] = value
         if sampling.logit_bias:
             fields["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
-        if seed is not None and self.takes_seed:
-            fields["seed"] = seed
-        return {**fields, "max_tokens": sampling.max_tokens, **more}
-
-
-def _prompt_field(prompt: AuditPrompt, form: str) -> dict[str, Any]:
-    if form == "chat":
-        return {"messages": [{"role": "user", "content": prompt.text}]}
-    return {"prompt": list(prompt.ids) if form == "ids" else prompt.text}
+        seeded = {"seed": seed} if seed is not None and self.takes_seed else {}
+        return {**fields, **seeded, "max_tokens": sampling.max_tokens, **more}
 
 
 def discover(client: CompletionClient, dialect: Dialect, prompt: AuditPrompt, has_tokenizer: bool) -> Offer:
     """Try every field, all together or else one by one. Raises AuditedServerUnsuitable if plain requests are refused."""
-    neutral = {name: (value,) for name, value in dialect.always.items()} | _LISTS[client.is_chat]
+    neutral = {name: (value,) for name, value in dialect.always.items()} | (_CHAT_LISTS if client.is_chat else _COMPLETION_LISTS)
     neutral |= {dialect.fields.get(name, name): values for name, values in _NEUTRAL.items()}
-    if dialect.ends_can_be_ignored and not has_tokenizer:
-        neutral["ignore_eos"] = (True,)
+    neutral |= {"ignore_eos": (True,)} if dialect.ends_can_be_ignored and not has_tokenizer else {}
+    refusal = ""
     for form in ("chat",) if client.is_chat else ("ids", "text") if has_tokenizer else ("text",):
-        plain = {**_prompt_field(prompt, form), "max_tokens": 2, "temperature": 1.0}
-        if isinstance(found := client.complete(plain), Answer):
+        plain = {**prompt.field(form), "max_tokens": 2, "temperature": 1.0}
+        try:
+            found = client.complete(plain)
             break
-    if isinstance(found, NotOffered):
-        known = f" (the server lists {', '.join(client.models)})" if client.models else ""
-        raise AuditedServerUnsuitable(f"{client.url} refuses a request for {client.model}: {found.message}{known}")
-    base, refused = plain, {}
-    answer = client.complete(whole := {**plain, **{name: values[0] for name, values in neutral.items()}})
-    if isinstance(answer, Answer):
-        base, found = whole, answer
+        except NotOffered as error:
+            refusal = str(error)
     else:
-        for name, values in neutral.items():
-            for value in values:
-                answer = client.complete({**base, name: value})
-                if isinstance(answer, Answer):
-                    base, found = {**base, name: value}, answer
-                    break
-                refused[name] = answer.message
-    fields = {name: value for name, value in base.items() if name not in (*plain, "seed")}
-    return Offer(dialect, fields, refused, form, "seed" in base, found.samples[0], found.usage.get("prompt_tokens"))
+        known = f" (the server lists {', '.join(client.models)})" if client.models else ""
+        raise AuditedServerUnsuitable(f"{client.url} refuses a request for {client.model}: {refusal}{known}")
+    base: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    tried = [{name: values[0] for name, values in neutral.items()}]
+    tried += [{name: value} for name, values in neutral.items() for value in values]
+    for fields in tried:
+        if not fields.keys() <= base.keys():
+            try:
+                found = client.complete({**plain, **base, **fields})
+                base |= fields
+            except NotOffered as error:
+                refused |= dict.fromkeys(fields, str(error))
+    return Offer(dialect, base, refused, form, found[0])

@@ -47,9 +47,8 @@ class RareTest:
 
 
 def _poisson_tail(count: int, mean: float) -> float:
-    if count == 0:
-        return 1.0
-    return float(torch.special.gammainc(torch.tensor(float(count)).double(), torch.tensor(mean).double()))
+    count_and_mean = torch.tensor([count, mean], dtype=torch.float64)
+    return float(torch.special.gammainc(*count_and_mean)) if count else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +131,11 @@ class ServerReport:
     @property
     def inconclusive(self) -> tuple[str, ...]:
         """The reasons why this audit could not have found a violation of speculation."""
+        has_pairs = any(one.check == PAIRS and one.test is not None for one in self.results)
+        has_greedy = any(one.check == ARG_MAX and one.num for one in self.results)
         reasons = {
-            "no test of the tokens after the first has enough samples": not any(
-                one.check == PAIRS and one.test is not None for one in self.results
-            ),
-            "no greedy token could be judged": not any(one.check == ARG_MAX and one.num for one in self.results),
+            "no test of the tokens after the first has enough samples": not has_pairs,
+            "no greedy token could be judged": not has_greedy,
             "no drafted token was accepted": bool(self.num_drafted) and not self.num_accepted,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
