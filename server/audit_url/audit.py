@@ -1,18 +1,21 @@
 """The audit of a server: its requests, within the bound, and the report."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 
 from engine.audit.plan import Setting
 from engine.core.types import SamplingParams
 from engine.utils.progress_bar import progress_bar
 from server.audit_url.client import AnswerText, AuditedServerFailed, AuditedServerUnsuitable, CompletionClient, NotOffered
-from server.audit_url.dialect import AuditPrompt, Meaning, dialect_of, discover
-from server.audit_url.draws import Draw, Expectation, check_draws
+from server.audit_url.dialect import AuditPrompt, discover
+from server.audit_url.draws import DrawTests
 from server.audit_url.exact import NAMES, ExactChecks, usage_result
 from server.audit_url.results import CheckResult, CheckVerdict, ServerReport
-from server.audit_url.sources import ServerSource, Source, has_cuts
+from server.audit_url.sources import Draw, ServerSource, Source, has_cuts
 
 _RESERVED = 50  # requests of the exact checks, at most
 _SHORT = 6  # tokens of a draw
@@ -27,6 +30,7 @@ _LARGEST_ROUNDING = 0.25  # larger differences of log-probabilities have other c
 _SURELY_UNLIKELY = 1e-4  # a p-value for which another meaning of the parameters is tried
 _SEED_STEP = 1000  # more than the texts of a request, whose seeds may be consecutive
 _PAUSE_S = 2.0  # between requests to a server that has stopped answering
+_ORDERS = {False: "temperature, then top-k, top-p, min-p", True: "top-k, top-p, min-p, then temperature"}  # by `cuts_first`
 _LONG, _WITH_BIAS = "temperature 1, long", "temperature 1 with bias"
 _SETTINGS = (  # the first has 3 shares of the requests, others one
     SamplingParams(),
@@ -62,7 +66,7 @@ class ServerAudit:
 
     def __init__(self, client: CompletionClient, source: Source, prompts: Sequence[AuditPrompt], options: UrlOptions) -> None:
         self._client, self._source, self._prompts, self._options = client, source, prompts, options
-        self._next_seed = options.first_seed % 2**30
+        self._seeds = count(options.first_seed % 2**30, _SEED_STEP)
         self._answers: list[tuple[AuditPrompt, AnswerText]] = []
         self._drawn: list[tuple[SamplingParams, str, list[Draw]]] = []
         self._results: list[CheckResult] = []
@@ -73,32 +77,20 @@ class ServerAudit:
         started_s = time.monotonic()
         client, options, source = self._client, self._options, self._source
         with progress_bar(what="audit", total=options.num_requests, unit="request") as client.bar:
-            self._offer = discover(client, dialect_of(client.owner), self._prompts[0], source.has_weights)
+            self._offer = discover(client, self._prompts[0], source.has_weights)
             self._learn()
             self._draws()
             tolerance = options.tie_gap if options.tie_gap is not None else self._measured_gap()
             prompts = self._prompts[:_NUM_EXACT]
-            exact = ExactChecks(client, self._offer, source, tolerance, prompts, options.max_tokens, self._seed())
+            exact = ExactChecks(client, self._offer, source, tolerance, prompts, options.max_tokens, next(self._seeds))
             for setting, check, function in exact.named():
                 self._attempt(setting, check, function)
         for drawn in progress_bar(self._drawn, what="tests", total=len(self._drawn), unit="setting", leave=False):
             self._results += self._tested(*drawn, tolerance)
         self._results += self._numbers(tolerance)
-        return ServerReport(
-            url=client.url,
-            model=client.model,
-            owner=client.owner,
-            about=source.about,
-            order=self._offer.dialect.meaning.order,
-            alpha=options.alpha,
-            first_seed=options.first_seed,
-            tie_tolerance=tolerance,
-            num_requests=client.num_requests,
-            seconds=time.monotonic() - started_s,
-            num_drafted=client.num_drafted,
-            num_accepted=client.num_accepted,
-            results=tuple(self._results),
-        )
+        server = (client.url, client.model, client.owner, source.about, _ORDERS[self._offer.dialect.meaning.cuts_first])
+        numbers = (options.alpha, options.first_seed, tolerance, client.num_requests, time.monotonic() - started_s)
+        return ServerReport(*server, *numbers, client.num_drafted, client.num_accepted, tuple(self._results))
 
     def _learn(self) -> None:
         """Prepare the source. Raises AuditedServerUnsuitable if nothing could be compared."""
@@ -113,38 +105,31 @@ class ServerAudit:
 
     def _attempt(self, setting: str, check: str, function: Callable[[], list[CheckResult]]) -> None:
         """Add a test's results. A server that fails in the test is a result too, and later tests wait for it."""
-        if any(part in setting for part in self._options.skipped):
-            self._results.append(CheckResult(setting, check, 0, CheckVerdict.NOT_JUDGED, "left out by --skip"))
-        elif not self._is_answering:
-            self._results.append(CheckResult(setting, check, 0, CheckVerdict.NOT_JUDGED, "the server no longer answers"))
-        else:
+        verdict, detail = CheckVerdict.NOT_JUDGED, "the server no longer answers"
+        if any(part == setting or (part in setting and part not in TEST_NAMES) for part in self._options.skipped):
+            detail = "left out by --skip"
+        elif self._is_answering:
             try:
                 self._results += function()
+                return
             except NotOffered as refusal:
-                self._results.append(CheckResult(setting, check, 0, CheckVerdict.NOT_OFFERED, str(refusal)))
+                verdict, detail = CheckVerdict.NOT_OFFERED, str(refusal)
             except AuditedServerUnsuitable:
                 raise
             except AuditedServerFailed as error:
-                self._results.append(CheckResult(setting, "answers", 1, CheckVerdict.VIOLATION, str(error)))
+                check, verdict, detail = "answers", CheckVerdict.VIOLATION, str(error)
                 self._is_answering = self._answers_again()
+        self._results.append(CheckResult(setting, check, int(check == "answers"), verdict, detail))
 
     def _answers_again(self) -> bool:
         """Wait for the server, which may be started again."""
         self._client.bar.set_description("waiting for the server", refresh=False)
-        waited_s = 0.0
-        while True:
-            try:
+        for number in range(1 + int(self._options.wait_s / _PAUSE_S)):
+            time.sleep(_PAUSE_S if number else 0.0)
+            with suppress(AuditedServerFailed):
                 self._client.complete(self._offer.body(self._prompts[0], SamplingParams(max_tokens=2)))
                 return True
-            except AuditedServerFailed:
-                if waited_s >= self._options.wait_s:
-                    return False
-            time.sleep(_PAUSE_S)
-            waited_s += _PAUSE_S
-
-    def _seed(self) -> int:
-        self._next_seed = (self._next_seed + _SEED_STEP) % 2**31
-        return self._next_seed
+        return False
 
     def _draws(self) -> None:
         """Request the samples of every setting that is offered and can be judged."""
@@ -152,7 +137,7 @@ class ServerAudit:
         self._attempt(_LONG, "draws", lambda: self._requested(long, _LONG, num_long, self._prompts))
         settings = {TEST_NAMES[1 + index]: sampling for index, sampling in enumerate(_SETTINGS)}
         if self._source.has_weights:  # ids are known
-            best = self._source.rows(self._prompts[0].ids, [(0,)], SamplingParams())[0][0].topk(2).indices.tolist()
+            best = self._source.rows([Draw(self._prompts[0].ids, (0,))], SamplingParams())[0][0].topk(2).indices.tolist()
             settings[_WITH_BIAS] = SamplingParams(logit_bias=((best[0], -100.0), (best[1], 1.5)))
         else:  # a temperature needs all tokens unless a top-k comes first
             is_judged = {name: (one.temperature == 1.0 or one.top_k) for name, one in settings.items()}
@@ -168,7 +153,7 @@ class ServerAudit:
     def _requested(self, sampling: SamplingParams, name: str, num: int, prompts: Sequence[AuditPrompt]) -> list[CheckResult]:
         """Request the texts of a setting, every second one without a seed: servers draw these in another way."""
         plan = [prompts[index % len(prompts)] for index in range(num)]
-        seeds = [None if self._draws_without_seed and index // len(prompts) % 2 else self._seed() for index in range(num)]
+        seeds = [None if self._draws_without_seed and index // len(prompts) % 2 else next(self._seeds) for index in range(num)]
         bodies = [self._offer.body(prompt, sampling, seed) for prompt, seed in zip(plan, seeds, strict=True)]
         answers = list(zip(plan, self._client.complete_all(bodies, name), strict=True))
         self._answers += answers
@@ -186,31 +171,34 @@ class ServerAudit:
 
     def _measured_gap(self) -> float:
         """Return a gap from the differences that rounding makes between log-probabilities."""
-        gaps: list[float] = []
-        for _, _, draws in self._drawn[1:2]:
-            for draw in draws[:_NUM_MEASURED] if self._source.has_weights else ():
-                rows_NV = self._source.rows(draw.prompt, [draw.token_ids], SamplingParams())[0].log_softmax(-1)
-                pairs = zip(rows_NV, draw.token_ids, draw.logprobs)
-                gaps += [abs(float(row_V[i]) - value) for row_V, i, value in pairs if value is not None and value > -5.0]
-        gaps = sorted(gap for gap in gaps if gap < _LARGEST_ROUNDING)
-        return min(_MOST_GAP, max(_LEAST_GAP, 10.0 * gaps[len(gaps) // 2])) if gaps else _LEAST_GAP
+        gaps = [0.0]
+        for draw in [draw for _, _, draws in self._drawn[1:2] for draw in draws[:_NUM_MEASURED] if draw.logprobs]:
+            rows_NV = self._source.rows([draw], SamplingParams())[0].log_softmax(-1)
+            pairs = zip(rows_NV, draw.token_ids, draw.logprobs)
+            gaps += [abs(float(row_V[i]) - value) for row_V, i, value in pairs if value is not None and value > -5.0]
+        median = statistics.median(gap for gap in gaps if gap < _LARGEST_ROUNDING)
+        return min(_MOST_GAP, max(_LEAST_GAP, 10.0 * median))
 
     def _tested(self, sampling: SamplingParams, name: str, draws: Sequence[Draw], tolerance: float) -> list[CheckResult]:
         """Return the tests of one setting, by the meaning of its parameters that fits better."""
         found: list[tuple[float, list[CheckResult]]] = []
-        for meaning in _meanings(self._offer.dialect.meaning, sampling):
-            expected = Expectation(self._source, meaning, replace(sampling, max_tokens=16))
-            results = check_draws(name, draws, expected, tolerance, self._options.first_seed)
+        meanings = [assumed := self._offer.dialect.meaning]
+        if has_cuts(sampling) and sampling.temperature != 1.0:
+            meanings.append(replace(assumed, cuts_first=not assumed.cuts_first))
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            meanings.append(replace(assumed, penalties_see_prompt=not assumed.penalties_see_prompt))
+        for meaning in meanings:
+            results = DrawTests(draws, self._source, meaning, sampling, tolerance, self._options.first_seed).results(name)
             has_impossible = any(one.verdict is CheckVerdict.VIOLATION and one.is_of_tokens for one in results)
             least = 0.0 if has_impossible else min((one.test.p_value for one in results if one.test is not None), default=1.0)
             found.append((least, results))
             if least >= _SURELY_UNLIKELY:
                 break
-        number = max(range(len(found)), key=lambda index: found[index][0])
-        if not number:
-            return found[0][1]
+        _, results = best = max(found, key=lambda pair: pair[0])
+        if best is found[0]:
+            return results
         what = "penalties count prompt and text in another way" if sampling.has_penalties else "another order of cuts"
-        return [CheckResult(name, "order", len(draws), CheckVerdict.OK, f"{what} than assumed"), *found[number][1]]
+        return [CheckResult(name, "order", len(draws), CheckVerdict.OK, f"{what} than assumed"), *results]
 
     def _numbers(self, tolerance: float) -> Iterator[CheckResult]:
         """Yield the checks of usage and, without weights, of log-probabilities with one another."""
@@ -221,15 +209,6 @@ class ServerAudit:
             is_wrong = source.widest_deviation > max(0.01, tolerance) or source.num_empty
             detail = f"widest difference {source.widest_deviation:.2g}, {source.num_empty} tokens without a list"
             yield CheckResult.counted("log-probabilities", "alike after one text", source.num_lists, int(is_wrong), detail)
-
-
-def _meanings(assumed: Meaning, sampling: SamplingParams) -> Iterator[Meaning]:
-    """Yield the meanings that a setting's parameters may have, the assumed one first."""
-    yield assumed
-    if has_cuts(sampling) and sampling.temperature != 1.0:
-        yield replace(assumed, cuts_first=not assumed.cuts_first)
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        yield replace(assumed, penalties_see_prompt=not assumed.penalties_see_prompt)
 
 
 def _are_alike(answers: Sequence[tuple[AuditPrompt, AnswerText]], seeds: Sequence[int | None]) -> bool:

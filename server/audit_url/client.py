@@ -1,9 +1,11 @@
 """The HTTP client of an audit: completions or chats of an OpenAI-compatible server, several at a time, parsed into records."""
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -61,7 +63,7 @@ class CompletionClient:
     """Sends completions, at most `concurrency` at a time, and counts them. `num_drafted`: None if no drafts are reported."""
 
     def __init__(self, url: str, model: str | None, key: str | None, timeout_s: float, concurrency: int, is_chat: bool) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = re.sub(r"(/v1)?((/chat)?/completions|/models)?/*$", "", url)
         if key is not None and not (key.isascii() and key.isprintable()):
             raise AuditedServerUnsuitable("--api-key has characters that no key may have")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -88,12 +90,10 @@ class CompletionClient:
     def read_models(self) -> None:
         """Take the served model's name, unless one is given, and its owner, which names the kind of server."""
         response = self._sent("GET", "/v1/models", None)
-        try:
+        with suppress(*_FORMAT_ERRORS):  # an answer is needed only where no model is given
             models = response.json()["data"]
             self.models = [str(model["id"]) for model in models]
-            self.owner = str(models[0].get("owned_by", "")) if models else ""
-        except _FORMAT_ERRORS:
-            pass  # an answer is needed only where no model is given
+            self.owner = str(models[0].get("owned_by", ""))
         if not self.model and not self.models:
             raise AuditedServerUnsuitable(f"{self.url}/v1/models lists no model; name it with --model")
         self.model = self.model or self.models[0]
@@ -130,38 +130,30 @@ class CompletionClient:
 
     def _sent(self, method: str, path: str, body: Body | None) -> httpx2.Response:
         """Return the response. A busy server is tried again for as long as one request may take. Raises AuditedServerFailed."""
-        paused_s = 0.0
+        left_s, is_first = self._timeout_s, True
         for number in count(1):
             try:
-                response = self._once(method, path, body)
+                response = self._http.request(method, path, json=body)
             except httpx2.TimeoutException as error:
                 raise AuditedServerFailed(f"{self.url} did not answer in time (see --timeout)") from error
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+                if is_first and isinstance(error, (httpx2.RemoteProtocolError, httpx2.ReadError)):
+                    is_first = False  # the server may have closed an idle connection under the request
+                    continue
                 reason = one_line(error) or type(error).__name__
                 hint = "; trust it by SSL_CERT_FILE" if "CERTIFICATE_VERIFY_FAILED" in reason else ""
                 raise AuditedServerFailed(f"{self.url} cannot be reached: {reason}{hint}") from error
-            pause_s = min(_LONGEST_PAUSE_S, _retry_after(response) or 0.4 * number)
-            if response.status_code not in _BUSY or paused_s + pause_s > self._timeout_s:
+            wished = response.headers.get("Retry-After", "")
+            pause_s = min(_LONGEST_PAUSE_S, float(wished) if wished.isdecimal() and int(wished) else 0.4 * number)
+            left_s -= pause_s
+            if response.status_code not in _BUSY or left_s < 0.0:
                 break
             time.sleep(pause_s)
-            paused_s += pause_s
         if response.status_code in {401, 403}:
             raise AuditedServerUnsuitable(f"{self.url} refuses the key (see --api-key): {_message(response)}")
         if response.status_code >= 300 and response.status_code not in _REFUSED:
             raise AuditedServerFailed(f"{self.url} failed with status {response.status_code}: {_message(response)}")
         return response
-
-    def _once(self, method: str, path: str, body: Body | None) -> httpx2.Response:
-        """Send a request, and again if the server has closed an idle connection under it."""
-        try:
-            return self._http.request(method, path, json=body)
-        except (httpx2.RemoteProtocolError, httpx2.ReadError):
-            return self._http.request(method, path, json=body)
-
-
-def _retry_after(response: httpx2.Response) -> float:
-    text = response.headers.get("Retry-After", "")
-    return float(text) if text.isdecimal() else 0.0
 
 
 def _message(response: httpx2.Response) -> str:
@@ -230,12 +222,11 @@ def _named(name: str) -> Name:
 
 def _drafts(raw: Mapping[str, Any]) -> tuple[int | None, int]:
     """Return drafted and accepted tokens, as this server, llama.cpp's and OpenAI's report them."""
-    ours = (raw.get("metrics") or {}).get("speculative_decoding") or {}
-    if ours:
-        return int(ours.get("num_draft_tokens", 0)), int(ours.get("num_accepted_draft_tokens", 0))
-    timings = raw.get("timings") or {}
-    if "draft_n" in timings:
-        return int(timings["draft_n"]), int(timings.get("draft_n_accepted", 0))
+    ours, timings = (raw.get("metrics") or {}).get("speculative_decoding") or {}, raw.get("timings") or {}
     details = (raw.get("usage") or {}).get("completion_tokens_details") or {}
     accepted, rejected = (details.get(f"{kind}_prediction_tokens") or 0 for kind in ("accepted", "rejected"))
+    if ours:
+        return int(ours.get("num_draft_tokens", 0)), int(ours.get("num_accepted_draft_tokens", 0))
+    if "draft_n" in timings:
+        return int(timings["draft_n"]), int(timings.get("draft_n_accepted", 0))
     return (accepted + rejected, accepted) if accepted + rejected else (None, 0)

@@ -10,8 +10,7 @@ from typing import Any
 from engine.core.types import SamplingParams
 from server.audit_url.client import AnswerText, AuditedServerUnsuitable, Body, CompletionClient, NotOffered
 
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES)
+_FLOATS = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +19,6 @@ class Meaning:
 
     cuts_first: bool = False  # top-k, top-p and min-p cut the distribution at temperature 1, and temperature comes last
     penalties_see_prompt: bool = False  # presence and frequency penalties count prompt tokens too
-
-    @property
-    def order(self) -> str:
-        """The order of cuts and temperature, in words."""
-        return "top-k, top-p, min-p, then temperature" if self.cuts_first else "temperature, then top-k, top-p, min-p"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +32,7 @@ class Dialect:
     plain: Mapping[str, Any] | None = None
 
 
-_DIALECTS = {
+_DIALECTS = {  # by the owner of the listed models
     "latebranch": Dialect(ends_can_be_ignored=True, plain={"speculative": {"enabled": False}}),
     "vllm": Dialect(ends_can_be_ignored=True),
     "llamacpp": Dialect(
@@ -54,14 +48,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (True,),
     "return_tokens_as_token_ids": (True,),
     "top_k": (0, -1),
-    **{name: (getattr(SamplingParams(), name),) for name in ("top_p", "min_p", *_PENALTIES)},
+    **{name: (getattr(SamplingParams(), name),) for name in _FLOATS},
     "seed": (1,),
 }
-
-
-def dialect_of(owner: str) -> Dialect:
-    """Return the kind of server that lists its models as owned by `owner`."""
-    return _DIALECTS.get(owner.lower(), Dialect())
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +82,21 @@ class Offer:
         """The number of likeliest tokens that answers list."""
         return int(self.base.get("top_logprobs", self.base.get("logprobs", 0)))
 
-    @property
-    def takes_seed(self) -> bool:
-        """Whether requests can have a seed."""
-        return "seed" in self.base
-
     def body(self, prompt: AuditPrompt, sampling: SamplingParams, seed: int | None = None, **more: Any) -> Body:
         """Return the body of a request."""
         fields = {name: value for name, value in self.base.items() if name != "seed"} | prompt.field(self.form)
-        for name in _PARAMETERS:
+        for name in ("temperature", "top_k", *_FLOATS):
             value = getattr(sampling, name)
             if value != getattr(SamplingParams(), name) or name == "temperature":
                 fields[self.dialect.fields.get(name, name)] = value
-        if sampling.logit_bias:
-            fields["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
-        seeded = {"seed": seed} if seed is not None and self.takes_seed else {}
-        return {**fields, **seeded, "max_tokens": sampling.max_tokens, **more}
+        fields |= {"logit_bias": {str(i): bias for i, bias in sampling.logit_bias}} if sampling.logit_bias else {}
+        fields |= {"seed": seed} if seed is not None and "seed" in self.base else {}
+        return {**fields, "max_tokens": sampling.max_tokens, **more}
 
 
-def discover(client: CompletionClient, dialect: Dialect, prompt: AuditPrompt, has_tokenizer: bool) -> Offer:
+def discover(client: CompletionClient, prompt: AuditPrompt, has_tokenizer: bool) -> Offer:
     """Try every field, all together or else one by one. Raises AuditedServerUnsuitable if plain requests are refused."""
+    dialect = _DIALECTS.get(client.owner.lower(), Dialect())
     neutral = {name: (value,) for name, value in dialect.always.items()} | (_CHAT_LISTS if client.is_chat else _COMPLETION_LISTS)
     neutral |= {dialect.fields.get(name, name): values for name, values in _NEUTRAL.items()}
     neutral |= {"ignore_eos": (True,)} if dialect.ends_can_be_ignored and not has_tokenizer else {}

@@ -33,7 +33,7 @@ class ExactChecks:
     wholes: Sequence[AnswerText] = ()
 
     def __post_init__(self) -> None:
-        self._sampled = SamplingParams(max_tokens=min(self.length, 24))
+        self._sampled, self._zero = SamplingParams(max_tokens=min(self.length, 24)), SamplingParams(0.0, max_tokens=self.length)
 
     def named(self) -> Iterator[tuple[str, str, Callable[[], list[CheckResult]]]]:
         """Yield setting, check and function of each; the first provides the texts that others compare with."""
@@ -67,10 +67,6 @@ class ExactChecks:
         detail += f"; the tokens of {tallies.count(None)} texts are not known" if None in tallies else ""
         return [CheckResult.counted(setting, ARG_MAX, tally.num_tokens, tally.num_mismatch, detail)]
 
-    @property
-    def _zero(self) -> SamplingParams:
-        return SamplingParams(temperature=0.0, max_tokens=self.length)
-
     def _streams(self) -> _Counted:
         """Compare streams with whole answers. If texts differ, a stream of near ties is right."""
         num_wrong = 0
@@ -99,7 +95,7 @@ class ExactChecks:
 
     def _seeds(self) -> _Counted:
         """Repeat seeded texts, one at a time, and try other seeds."""
-        if not self.offer.takes_seed:
+        if "seed" not in self.offer.base:
             raise NotOffered(self.offer.refused.get("seed", ""))
         one, two, other = ([text.text for text in self._texts(self._sampled, self.seed + shift)] for shift in (0, 0, 1000))
         num_unlike = sum(first != second for first, second in zip(one, two))

@@ -45,27 +45,20 @@ class ModelSource:
 
     def __init__(self, reference: Reference, tokenizer: Any, end_ids: Ids) -> None:
         self._reference, self._tokenizer, self._end_ids = reference, tokenizer, end_ids
-        self._by_text: dict[str, int] = {}
-        self._hidden: Ids = ()
-        self._kind, self._num_top = "text encoded again", 0
-
-    @property
-    def about(self) -> str:
-        """The source of tokens and distributions, in words."""
-        return f"the weights, by transformers' plain forward ({self._reference.dtype}); tokens: {self._kind}"
-
-    @property
-    def groups(self) -> tuple[Ids, ...]:
-        """The groups of tokens."""
-        return tuple(group for group in (self._end_ids, self._hidden) if group)
+        self.groups: tuple[Ids, ...] = (end_ids,) if end_ids else ()
+        self.about = f"the weights, by transformers' plain forward ({reference.dtype}); tokens: "
 
     def learn(self, offer: Offer) -> None:
         """Note how the server names tokens. If it lists no ids, tokens of equal or of unreadable text are hidden."""
         self._num_top = offer.num_top
-        if offer.first.has_ids:
-            self._kind = "ids"
-        elif offer.first.names:
-            self._kind = "those of log-probabilities"
+        self._by_text: dict[str, int] = {}
+        self._hidden: Ids = ()
+        if not offer.first.names:
+            self.about += "text encoded again"
+        elif offer.first.has_ids:
+            self.about += "ids"
+        else:
+            self.about += "those of log-probabilities"
             before = self._tokenizer("a", add_special_tokens=False)["input_ids"]  # else a leading space may be dropped
             length = len(self._tokenizer.decode(before))
             texts = [self._tokenizer.decode([*before, token_id])[length:] for token_id in range(len(self._tokenizer))]
@@ -74,6 +67,7 @@ class ModelSource:
             self._by_text |= {self._tokenizer.decode([token_id]): token_id for token_id in self._end_ids}
             named = {*self._by_text.values(), *self._end_ids}
             self._hidden = tuple(i for i in range(len(texts)) if i not in named)
+            self.groups += (self._hidden,) if self._hidden else ()
 
     def draw(self, prompt: Ids, sample: AnswerText) -> Draw | None:
         """Return a text by its ids, each group's first for the others; None if they are not known."""
@@ -98,9 +92,11 @@ class ModelSource:
         num = self._num_top if all(isinstance(name, int) for name in top) else 0 if any(map(_is_unreadable, top)) else 1
         return tuple(sorted(top.values(), reverse=True)[:num])
 
-    def rows(self, prompt: Ids, texts: Sequence[Ids], sampling: SamplingParams) -> list[Float[Tensor, "N V"]]:  # noqa: ARG002
-        """Return the model's logits."""
-        return self._reference.logits([(*prompt, *text[:-1]) for text in texts], len(texts[0]))
+    def rows(self, draws: Sequence[Draw], sampling: SamplingParams) -> list[Float[Tensor, "N V"]]:  # noqa: ARG002
+        """Return the model's logits before each token."""
+        longest = max(len(draw.token_ids) for draw in draws)
+        found = self._reference.logits([(*draw.prompt, *draw.token_ids[:-1]) for draw in draws], longest)
+        return [rows_NV[len(rows_NV) - len(draw.token_ids) :] for rows_NV, draw in zip(found, draws, strict=True)]
 
 
 class ServerSource:
@@ -144,9 +140,10 @@ class ServerSource:
     def _column(self, name: Name) -> int:
         return self._columns.setdefault(name, len(self._columns) + 1)
 
-    def rows(self, prompt: Ids, texts: Sequence[Ids], sampling: SamplingParams) -> list[Float[Tensor, "N V"]]:
+    def rows(self, draws: Sequence[Draw], sampling: SamplingParams) -> list[Float[Tensor, "N V"]]:
         """Return rows of log-probabilities. Tokens outside a list share column 0 if nothing is cut."""
-        return [torch.stack([self._row(prompt, text[:n], sampling) for n in range(len(text))]) for text in texts]
+        of_draw = [[self._row(one.prompt, one.token_ids[:n], sampling) for n in range(len(one.token_ids))] for one in draws]
+        return [torch.stack(rows) for rows in of_draw]
 
     def _row(self, prompt: Ids, prefix: Ids, sampling: SamplingParams) -> Tensor:
         """Return a row, NaN if the list does not determine the distribution under `sampling`."""

@@ -57,10 +57,8 @@ def _outcome(report: ServerReport) -> Iterator[str]:
 def as_json(report: ServerReport) -> str:
     """Return one line with the verdict and the whole report."""
     head = {"verdict": report.verdict, "inconclusive": report.inconclusive, "level": report.level, "num_tests": report.num_tests}
-    results = [asdict(one) | _numbers_of(one, report.level) for one in report.results]
+    results = []
+    for one in report.results:
+        numbers = (None, None) if one.test is None else (one.test.p_value, one.test.detectable(report.level))
+        results.append(asdict(one) | {"verdict": one.at(report.level), "p_value": numbers[0], "finds": numbers[1]})
     return finite_json({**head, "report": {**asdict(report), "results": results}})
-
-
-def _numbers_of(one: CheckResult, level: float) -> dict[str, object]:
-    numbers = {} if one.test is None else {"p_value": one.test.p_value, "finds": one.test.detectable(level)}
-    return {"verdict": one.at(level), "p_value": None, "finds": None, **numbers}

@@ -21,7 +21,7 @@ from engine.core.tree import Expansion
 from engine.testing import tiny_engine
 from engine.weights.pretrained import load_tokenizer
 from engine.worker.inprocess import InProcessEngine
-from server.audit_url.client import UNREADABLE
+from server.audit_url.client import UNREADABLE, CompletionClient
 from server.audit_url.results import CheckVerdict
 from server.audit_url.text import as_json, as_text
 from server.cli.audit_url import report_of
@@ -328,7 +328,7 @@ def test_a_server_that_ends_is_a_violation(folder, without_pauses):
     assert "cannot be reached" in as_text(found)
 
 
-def test_later_tests_of_an_ended_server_are_unjudged(folder, without_pauses):
+def test_tests_after_an_end_are_unjudged(folder, without_pauses):
     found = report(Ended, folder, 300, wait=4.0)
     assert found.verdict is AuditVerdict.VIOLATION
     assert CheckVerdict.OK in checks(found, "temperature 1 top_k 4").values()
@@ -455,3 +455,9 @@ def test_chats_are_audited(folder):
 def test_too_small_a_bound_is_refused(capsys):
     assert server.cli.main.main(["audit", "--url", "http://127.0.0.1:9", "--requests", "10"]) == 2
     assert "at least 200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["/", "/v1", "/v1/", "/v1/completions", "/v1/chat/completions", "/v1/models"])
+def test_the_address_of_any_route_is_enough(ending):
+    """The bug: an address that ended with a route was reported as a server without models."""
+    assert CompletionClient(f"https://host/proxy{ending}", None, None, 1.0, 1, is_chat=False).url == "https://host/proxy"
