@@ -105,6 +105,8 @@ class DrawTests:
         known, rest = _known(raw_MV), self._source.rest
         places = [(draw, place) for draw in draws for place in range(len(draw.token_ids))]
         self._num["unknown"] += len(places) - len(known)
+        if not known:
+            return
         raw_MV, edited_MV, places = raw_MV[known], edited_MV[known], [places[index] for index in known]
         support = support_of(partial(self._probs, edited_MV), edited_MV, self._sampling, self._tolerance)
         probs_MV, ids = support.probs_NV, [draw.token_ids[place] for draw, place in places]
@@ -113,7 +115,7 @@ class DrawTests:
             if rest is not None and probs_MV[index, ids[index]] == 0 < probs_MV[index, rest]:
                 ids[index] = rest  # a token outside the list of likeliest ones
         self._support += support.tally(ids)
-        if not ids or not support.is_testable:
+        if not support.is_testable:
             return
         self._pit += pit_values(probs_MV, ids, [uniform(self._key, len(self._pit) + index) for index in range(len(ids))])
         own_M = probs_MV.gather(-1, torch.tensor(ids)[:, None])
