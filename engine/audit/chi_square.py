@@ -1,5 +1,6 @@
-"""The likelihood-ratio chi-square test of observed against expected counts, and its power. All sums are float64."""
+"""Tests of observed against expected counts, by likelihood ratio or Poisson's tail, and their power. All sums are float64."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,34 @@ class ChiSquare:
         if not self.freedom:
             return 1.0
         return min(1.0, math.sqrt(_noncentrality(self.freedom, level) / (4.0 * self.num_counted)))
+
+
+@dataclass(frozen=True, slots=True)
+class RareTest:
+    """A test that unlikely tokens are no more frequent than expected: a count against a bound of its tail, Poisson's.
+
+    Hoeffding 1956: of independent trials with one mean, equal chances spread the count most.
+    """
+
+    num_observed: int
+    expected: float
+    num_counted: int
+
+    @property
+    def p_value(self) -> float:
+        """Probability of a count at least as large."""
+        return _poisson_tail(self.num_observed, self.expected)
+
+    def detectable(self, level: float) -> float:
+        """Return the share of replaced tokens that a test at this level detects with probability .9, approximately."""
+        least = next(count for count in itertools.count(1) if _poisson_tail(count, self.expected) < level)
+        return min(1.0, (least + POWER_QUANTILE * math.sqrt(least) - self.expected) / max(1, self.num_counted))
+
+
+def _poisson_tail(count: int, mean: float) -> float:
+    """Return P(X >= count)."""
+    both = torch.tensor([count, mean], dtype=torch.float64)
+    return float(torch.special.gammainc(both[0], both[1])) if count else 1.0
 
 
 def survival(statistic: float, freedom: int) -> float:

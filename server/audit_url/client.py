@@ -1,10 +1,13 @@
 """The HTTP client of an audit: completions or chats of an OpenAI-compatible server, several at a time, parsed into records."""
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,31 +20,29 @@ Name = int | str  # a token's id where the server reports it, else its text
 Body = Mapping[str, Any]
 UNREADABLE = "�"  # in the text of a token that ends within a character
 _BUSY = {429, 503}
-_TRIES = 5
 _REFUSED = {400, 404, 405, 413, 415, 422, 501}
+_LONGEST_PAUSE_S = 10.0
 _MAX_REPORTED = 200
+_FORMAT_ERRORS = (ValueError, LookupError, TypeError, AttributeError)
 
 
 class AuditedServerFailed(Exception):
-    """The server cannot be audited any further; the message is one line."""
+    """The server failed or does not answer; the message is one line."""
 
 
 class AuditedServerUnsuitable(AuditedServerFailed):
     """The address, the key, the model's name or another argument does not suit the server."""
 
 
-@dataclass(frozen=True, slots=True)
-class NotOffered:
-    """The server refused a request, by the message."""
-
-    message: str
+class NotOffered(Exception):
+    """The server refuses a request; the message is its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
     """One choice of an answer. `names`, `logprobs` and `tops` have an entry for each token, or none at all.
 
-    `has_ids`: the names are ids that the server lists as such, so none is left out.
+    `has_ids`: the names are ids that the server lists as such, so none is left out. `usage` is the whole answer's.
     """
 
     text: str
@@ -50,16 +51,7 @@ class AnswerText:
     logprobs: tuple[float | None, ...] = ()
     tops: tuple[Mapping[Name, float], ...] = ()
     has_ids: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A completion. `num_drafted` is None if the server reports no drafts."""
-
-    samples: tuple[AnswerText, ...]
-    usage: Mapping[str, Any]
-    num_drafted: int | None = None
-    num_accepted: int = 0
+    usage: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int | None:
@@ -68,10 +60,10 @@ class Answer:
 
 
 class CompletionClient:
-    """Sends completions, at most `concurrency` at a time, and counts them."""
+    """Sends completions, at most `concurrency` at a time, and counts them. `num_drafted`: None if no drafts are reported."""
 
     def __init__(self, url: str, model: str | None, key: str | None, timeout_s: float, concurrency: int, is_chat: bool) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = re.sub(r"(/v1)?((/chat)?/completions|/models)?/*$", "", url)
         if key is not None and not (key.isascii() and key.isprintable()):
             raise AuditedServerUnsuitable("--api-key has characters that no key may have")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -83,14 +75,12 @@ class CompletionClient:
             self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout_s, limits=limits)
         except (httpx2.InvalidURL, ValueError) as error:
             raise AuditedServerUnsuitable(f"--url {url} is no address: {one_line(error)}") from error
-        self._concurrency, self.is_chat = concurrency, is_chat
+        self._timeout_s, self._concurrency, self.is_chat = timeout_s, concurrency, is_chat
         self._path = "/v1/chat/completions" if is_chat else "/v1/completions"
         self.bar = progress_bar(what="", total=0, unit="request", is_shown=False)
-        self.num_requests = 0
+        self.num_requests = self.num_accepted = 0
         self.num_drafted: int | None = None
-        self.num_accepted = 0
-        self.owner = ""
-        self.model = model or ""
+        self.owner, self.model = "", model or ""
         self.models: list[str] = []
 
     def close(self) -> None:
@@ -100,72 +90,70 @@ class CompletionClient:
     def read_models(self) -> None:
         """Take the served model's name, unless one is given, and its owner, which names the kind of server."""
         response = self._sent("GET", "/v1/models", None)
-        try:
+        with suppress(*_FORMAT_ERRORS):  # an answer is needed only where no model is given
             models = response.json()["data"]
             self.models = [str(model["id"]) for model in models]
-            self.owner = str(models[0].get("owned_by", "")) if models else ""
-        except (ValueError, LookupError, TypeError, AttributeError):
-            pass  # an answer is needed only where no model is given
+            self.owner = str(models[0].get("owned_by", ""))
         if not self.model and not self.models:
             raise AuditedServerUnsuitable(f"{self.url}/v1/models lists no model; name it with --model")
         self.model = self.model or self.models[0]
 
-    def complete(self, body: Body) -> Answer | NotOffered:
-        """Return the answer to a request, that of a stream put together."""
-        self.num_requests += 1
+    def complete(self, body: Body) -> list[AnswerText]:
+        """Return the choices of the answer, of a stream put together. Raises NotOffered, AuditedServerFailed."""
         response = self._sent("POST", self._path, {"model": self.model, **body})
+        self.num_requests += 1
+        self.bar.update()
         if response.status_code in _REFUSED:
-            return NotOffered(_message(response))
+            raise NotOffered(_message(response))
         try:
             raw = _joined(response.text) if body.get("stream") else response.json()
-            samples = tuple(_sample(choice) for choice in sorted(raw["choices"], key=lambda choice: choice.get("index", 0)))
-            answer = Answer(samples, raw.get("usage") or {}, *_drafts(raw))
+            choices = sorted(raw["choices"], key=lambda choice: choice.get("index", 0))
+            samples, (num_drafted, num_accepted) = [_sample(one, raw.get("usage") or {}) for one in choices], _drafts(raw)
             if not samples:
                 raise ValueError("it has no choices")
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except _FORMAT_ERRORS as error:
             raise AuditedServerFailed(f"an answer is not in the format of {self._path}: {one_line(error)}") from error
-        if answer.num_drafted is not None:
-            self.num_drafted = (self.num_drafted or 0) + answer.num_drafted
-            self.num_accepted += answer.num_accepted
-        return answer
+        if num_drafted is not None:
+            self.num_drafted = (self.num_drafted or 0) + num_drafted
+            self.num_accepted += num_accepted
+        return samples
 
-    def complete_all(self, bodies: Sequence[Body], what: str, concurrency: int | None = None) -> list[Answer | NotOffered]:
-        """Return the answers in order, with a progress bar."""
+    def complete_all(self, bodies: Sequence[Body], what: str, concurrency: int | None = None) -> list[AnswerText]:
+        """Return the first choices in order. The first request is sent alone: it may be refused. Raises what `complete` does."""
         self.bar.set_description(what, refresh=False)
         with ThreadPoolExecutor(concurrency or self._concurrency) as pool:
-            answers = []
             try:
-                for answer in pool.map(self.complete, bodies):
-                    answers.append(answer)
-                    self.bar.update()
-            except BaseException:  # Ctrl-C too
+                return [found[0] for found in (*map(self.complete, bodies[:1]), *pool.map(self.complete, bodies[1:]))]
+            except KeyboardInterrupt:
                 self.close()  # ends the requests that run
-                pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        return answers
 
     def _sent(self, method: str, path: str, body: Body | None) -> httpx2.Response:
-        """Return the response; a busy server is tried again. Raises AuditedServerFailed if no repetition can help."""
-        for number in range(1, _TRIES + 1):
+        """Return the response. A busy server is tried again for as long as one request may take. Raises AuditedServerFailed."""
+        left_s, is_first = self._timeout_s, True
+        for number in count(1):
             try:
                 response = self._http.request(method, path, json=body)
             except httpx2.TimeoutException as error:
                 raise AuditedServerFailed(f"{self.url} did not answer in time (see --timeout)") from error
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                raise AuditedServerFailed(f"{self.url} cannot be reached: {one_line(error) or type(error).__name__}") from error
-            if response.status_code not in _BUSY or number == _TRIES:
+                if is_first and isinstance(error, (httpx2.RemoteProtocolError, httpx2.ReadError)):
+                    is_first = False  # the server may have closed an idle connection under the request
+                    continue
+                reason = one_line(error) or type(error).__name__
+                hint = "; trust it by SSL_CERT_FILE" if "CERTIFICATE_VERIFY_FAILED" in reason else ""
+                raise AuditedServerFailed(f"{self.url} cannot be reached: {reason}{hint}") from error
+            wished = response.headers.get("Retry-After", "")
+            pause_s = min(_LONGEST_PAUSE_S, float(wished) if wished.isdecimal() and int(wished) else 0.4 * number)
+            left_s -= pause_s
+            if response.status_code not in _BUSY or left_s < 0.0:
                 break
-            time.sleep(min(10.0, _retry_after(response) or 0.2 * 2**number))
+            time.sleep(pause_s)
         if response.status_code in {401, 403}:
             raise AuditedServerUnsuitable(f"{self.url} refuses the key (see --api-key): {_message(response)}")
         if response.status_code >= 300 and response.status_code not in _REFUSED:
             raise AuditedServerFailed(f"{self.url} failed with status {response.status_code}: {_message(response)}")
         return response
-
-
-def _retry_after(response: httpx2.Response) -> float:
-    text = response.headers.get("Retry-After", "")
-    return float(text) if text.isdecimal() else 0.0
 
 
 def _message(response: httpx2.Response) -> str:
@@ -204,11 +192,10 @@ def _text(choice: Mapping[str, Any]) -> str:
     return choice.get("text") or reasoning + (message.get("content") or "")
 
 
-def _sample(choice: Mapping[str, Any]) -> AnswerText:
+def _sample(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> AnswerText:
     """Return a choice, its tokens from `logprobs` in OpenAI's two formats or from `token_ids`."""
     listed = choice.get("logprobs") or {}
-    entries = listed.get("content")
-    if entries:
+    if entries := listed.get("content"):
         names = [_name(entry) for entry in entries]
         own = [entry.get("logprob") for entry in entries]
         tops = [{_name(top): top["logprob"] for top in entry.get("top_logprobs") or ()} for entry in entries]
@@ -219,8 +206,8 @@ def _sample(choice: Mapping[str, Any]) -> AnswerText:
     ids = choice.get("token_ids")
     if ids and (not names or len(ids) == len(names)):
         names, has_ids = list(ids), True
-    own, tops = own if len(own) == len(names) else [], tops if len(tops) == len(names) else []
-    return AnswerText(_text(choice), choice.get("finish_reason"), tuple(names), tuple(own), tuple(tops), has_ids)
+    own, tops = (values if len(values) == len(names) else [] for values in (own, tops))
+    return AnswerText(_text(choice), choice.get("finish_reason"), tuple(names), tuple(own), tuple(tops), has_ids, usage)
 
 
 def _name(entry: Mapping[str, Any]) -> Name:
@@ -235,12 +222,11 @@ def _named(name: str) -> Name:
 
 def _drafts(raw: Mapping[str, Any]) -> tuple[int | None, int]:
     """Return drafted and accepted tokens, as this server, llama.cpp's and OpenAI's report them."""
-    ours = (raw.get("metrics") or {}).get("speculative_decoding") or {}
-    if ours:
-        return int(ours.get("num_draft_tokens", 0)), int(ours.get("num_accepted_draft_tokens", 0))
-    timings = raw.get("timings") or {}
-    if "draft_n" in timings:
-        return int(timings["draft_n"]), int(timings.get("draft_n_accepted", 0))
+    ours, timings = (raw.get("metrics") or {}).get("speculative_decoding") or {}, raw.get("timings") or {}
     details = (raw.get("usage") or {}).get("completion_tokens_details") or {}
     accepted, rejected = (details.get(f"{kind}_prediction_tokens") or 0 for kind in ("accepted", "rejected"))
+    if ours:
+        return int(ours.get("num_draft_tokens", 0)), int(ours.get("num_accepted_draft_tokens", 0))
+    if "draft_n" in timings:
+        return int(timings["draft_n"]), int(timings.get("draft_n_accepted", 0))
     return (accepted + rejected, accepted) if accepted + rejected else (None, 0)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core.types import SamplingParams
-from server.audit_url.client import Answer, AnswerText, AuditedServerUnsuitable, Body, CompletionClient, NotOffered
+from server.audit_url.client import AnswerText, AuditedServerUnsuitable, Body, CompletionClient, NotOffered
 
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES)
+_FLOATS = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +19,6 @@ class Meaning:
 
     cuts_first: bool = False  # top-k, top-p and min-p cut the distribution at temperature 1, and temperature comes last
     penalties_see_prompt: bool = False  # presence and frequency penalties count prompt tokens too
-
-    @property
-    def order(self) -> str:
-        """The order of cuts and temperature, in words."""
-        return "top-k, top-p, min-p, then temperature" if self.cuts_first else "temperature, then top-k, top-p, min-p"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +32,7 @@ class Dialect:
     plain: Mapping[str, Any] | None = None
 
 
-_DIALECTS = {
+_DIALECTS = {  # by the owner of the listed models
     "latebranch": Dialect(ends_can_be_ignored=True, plain={"speculative": {"enabled": False}}),
     "vllm": Dialect(ends_can_be_ignored=True),
     "llamacpp": Dialect(
@@ -48,27 +42,15 @@ _DIALECTS = {
         plain={"speculative.n_max": 0},
     ),
 }
-# Every field is sent with its neutral value, because servers and models have defaults of their own.
-_LISTS: dict[bool, dict[str, tuple[Any, ...]]] = {
-    False: {"logprobs": (20, 5, 1)},
-    True: {"logprobs": (True,), "top_logprobs": (20, 5, 1)},  # chats
-}
+# Every field is sent with its neutral value, because servers and models have defaults of their own. Values are tried in turn.
+_COMPLETION_LISTS, _CHAT_LISTS = {"logprobs": (20, 5, 1)}, {"logprobs": (True,), "top_logprobs": (20, 5, 1)}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (True,),
     "return_tokens_as_token_ids": (True,),
-    "top_p": (1.0,),
     "top_k": (0, -1),
-    "min_p": (0.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
+    **{name: (getattr(SamplingParams(), name),) for name in _FLOATS},
     "seed": (1,),
 }
-
-
-def dialect_of(owner: str) -> Dialect:
-    """Return the kind of server that lists its models as owned by `owner`."""
-    return _DIALECTS.get(owner.lower(), Dialect())
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +59,12 @@ class AuditPrompt:
 
     text: str
     ids: tuple[int, ...]
+
+    def field(self, form: str) -> dict[str, Any]:
+        """Return the prompt's field in a request."""
+        if form == "chat":
+            return {"messages": [{"role": "user", "content": self.text}]}
+        return {"prompt": list(self.ids) if form == "ids" else self.text}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +75,7 @@ class Offer:
     base: Mapping[str, Any]
     refused: Mapping[str, str]
     form: str  # of prompts: "ids", "text" or "chat"
-    takes_seed: bool
     first: AnswerText
-    num_prompt_tokens: int | None
 
     @property
     def num_top(self) -> int:
@@ -98,48 +84,42 @@ class Offer:
 
     def body(self, prompt: AuditPrompt, sampling: SamplingParams, seed: int | None = None, **more: Any) -> Body:
         """Return the body of a request."""
-        fields = {**self.base, **_prompt_field(prompt, self.form)}
-        for name in _PARAMETERS:
+        fields = {name: value for name, value in self.base.items() if name != "seed"} | prompt.field(self.form)
+        for name in ("temperature", "top_k", *_FLOATS):
             value = getattr(sampling, name)
             if value != getattr(SamplingParams(), name) or name == "temperature":
                 fields[self.dialect.fields.get(name, name)] = value
-        if sampling.logit_bias:
-            fields["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
-        if seed is not None and self.takes_seed:
-            fields["seed"] = seed
+        fields |= {"logit_bias": {str(i): bias for i, bias in sampling.logit_bias}} if sampling.logit_bias else {}
+        fields |= {"seed": seed} if seed is not None and "seed" in self.base else {}
         return {**fields, "max_tokens": sampling.max_tokens, **more}
 
 
-def _prompt_field(prompt: AuditPrompt, form: str) -> dict[str, Any]:
-    if form == "chat":
-        return {"messages": [{"role": "user", "content": prompt.text}]}
-    return {"prompt": list(prompt.ids) if form == "ids" else prompt.text}
-
-
-def discover(client: CompletionClient, dialect: Dialect, prompt: AuditPrompt, has_tokenizer: bool) -> Offer:
+def discover(client: CompletionClient, prompt: AuditPrompt, has_tokenizer: bool) -> Offer:
     """Try every field, all together or else one by one. Raises AuditedServerUnsuitable if plain requests are refused."""
-    neutral = {name: (value,) for name, value in dialect.always.items()} | _LISTS[client.is_chat]
+    dialect = _DIALECTS.get(client.owner.lower(), Dialect())
+    neutral = {name: (value,) for name, value in dialect.always.items()} | (_CHAT_LISTS if client.is_chat else _COMPLETION_LISTS)
     neutral |= {dialect.fields.get(name, name): values for name, values in _NEUTRAL.items()}
-    if dialect.ends_can_be_ignored and not has_tokenizer:
-        neutral["ignore_eos"] = (True,)
+    neutral |= {"ignore_eos": (True,)} if dialect.ends_can_be_ignored and not has_tokenizer else {}
+    refusal = ""
     for form in ("chat",) if client.is_chat else ("ids", "text") if has_tokenizer else ("text",):
-        plain = {**_prompt_field(prompt, form), "max_tokens": 2, "temperature": 1.0}
-        if isinstance(found := client.complete(plain), Answer):
+        plain = {**prompt.field(form), "max_tokens": 2, "temperature": 1.0}
+        try:
+            found = client.complete(plain)
             break
-    if isinstance(found, NotOffered):
-        known = f" (the server lists {', '.join(client.models)})" if client.models else ""
-        raise AuditedServerUnsuitable(f"{client.url} refuses a request for {client.model}: {found.message}{known}")
-    base, refused = plain, {}
-    answer = client.complete(whole := {**plain, **{name: values[0] for name, values in neutral.items()}})
-    if isinstance(answer, Answer):
-        base, found = whole, answer
+        except NotOffered as error:
+            refusal = str(error)
     else:
-        for name, values in neutral.items():
-            for value in values:
-                answer = client.complete({**base, name: value})
-                if isinstance(answer, Answer):
-                    base, found = {**base, name: value}, answer
-                    break
-                refused[name] = answer.message
-    fields = {name: value for name, value in base.items() if name not in (*plain, "seed")}
-    return Offer(dialect, fields, refused, form, "seed" in base, found.samples[0], found.usage.get("prompt_tokens"))
+        known = f" (the server lists {', '.join(client.models)})" if client.models else ""
+        raise AuditedServerUnsuitable(f"{client.url} refuses a request for {client.model}: {refusal}{known}")
+    base: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    tried = [{name: values[0] for name, values in neutral.items()}]
+    tried += [{name: value} for name, values in neutral.items() for value in values]
+    for fields in tried:
+        if not fields.keys() <= base.keys():
+            try:
+                found = client.complete({**plain, **base, **fields})
+                base |= fields
+            except NotOffered as error:
+                refused |= dict.fromkeys(fields, str(error))
+    return Offer(dialect, base, refused, form, found[0])

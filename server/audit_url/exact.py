@@ -1,169 +1,142 @@
 """Checks of texts that leave no choice: greedy texts alone, under load and without speculation; streams, stops, seeds, n."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from engine.audit.outcomes import Tally, greedy_gaps, tally_gaps
+from engine.audit.outcomes import Tally
 from engine.core.types import SamplingParams
-from server.audit_url.client import Answer, CompletionClient, NotOffered
+from server.audit_url.client import AnswerText, CompletionClient, NotOffered
 from server.audit_url.dialect import AuditPrompt, Offer
-from server.audit_url.draws import merged
-from server.audit_url.results import ARG_MAX, CheckResult, CheckVerdict
+from server.audit_url.draws import greedy_tally
+from server.audit_url.results import ARG_MAX, CheckResult
 from server.audit_url.sources import Source
 
-GREEDY = SamplingParams(temperature=0.0)
 _NUM_REPEATED = 3  # prompts of the checks of streams, stop strings and seeds
 _NUM_CHOICES = 3
+_ALONE, _IN_LOAD, _PLAIN = (f"temperature 0, {kind}" for kind in ("one at a time", "in load", "without speculation"))
 _Counted = tuple[int, int, str | None]  # cases, wrong ones, and what is wrong if it is not the number
 
 
-class _Refused(Exception):
-    """The server refuses a field; the message is its own."""
-
-
+@dataclass
 class ExactChecks:
-    """Runs the checks on a few prompts."""
+    """The checks on a few prompts. `wholes` are the greedy texts that were sent alone."""
 
-    def __init__(
-        self,
-        client: CompletionClient,
-        offer: Offer,
-        source: Source,
-        tolerance: float,
-        prompts: Sequence[AuditPrompt],
-        length: int,
-    ) -> None:
-        self._client, self._offer, self._source, self._tolerance = client, offer, source, tolerance
-        self._prompts = prompts
-        self._greedy = replace(GREEDY, max_tokens=length)
-        self._sampled = SamplingParams(temperature=1.0, max_tokens=min(length, 24))
+    client: CompletionClient
+    offer: Offer
+    source: Source
+    tolerance: float
+    prompts: Sequence[AuditPrompt]
+    length: int
+    seed: int
+    wholes: Sequence[AnswerText] = ()
 
-    def run(self, seed: int) -> Iterator[CheckResult]:
-        """Yield every result."""
-        bodies = [self._offer.body(prompt, self._greedy) for prompt in self._prompts]
-        plain = self._offer.dialect.plain
-        kinds = {"one at a time": (1, bodies), "in load": (None, bodies * 2)}
-        kinds |= {"without speculation": (None, [{**body, **plain} for body in bodies])} if plain is not None else {}
-        wholes: list[Answer] = []
-        for kind, (concurrency, kind_bodies) in kinds.items():
-            answers = self._client.complete_all(kind_bodies, f"greedy, {kind}", concurrency)
-            refusal = next((answer.message for answer in answers if isinstance(answer, NotOffered)), None)
-            if refusal is not None:
-                yield CheckResult(f"temperature 0, {kind}", ARG_MAX, 0, CheckVerdict.NOT_OFFERED, refusal)
-                if not wholes:
-                    return
-                continue
-            found = [answer for answer in answers if isinstance(answer, Answer)]
-            wholes = wholes or found
-            yield self._judged(f"temperature 0, {kind}", found, wholes * 2)
-        checks: dict[tuple[str, str], Callable[[Sequence[Answer], int], _Counted]] = {
-            ("streams", "stream = whole"): self._streams,
-            ("stop strings", "text before the string"): self._stops,
-            ("seeds", "same seed, same text"): self._seeds,
-            ("n", f"{_NUM_CHOICES} texts"): self._choices,
-        }
-        for (setting, name), check in checks.items():
-            try:
-                yield CheckResult.counted(setting, name, *check(wholes[:_NUM_REPEATED], seed))
-            except _Refused as refused:
-                yield CheckResult(setting, name, 0, CheckVerdict.NOT_OFFERED, str(refused))
+    def __post_init__(self) -> None:
+        self._sampled, self._zero = SamplingParams(max_tokens=min(self.length, 24)), SamplingParams(0.0, max_tokens=self.length)
 
-    def _answer(self, prompt: AuditPrompt, sampling: SamplingParams, seed: int | None = None, **more: object) -> Answer:
-        answer = self._client.complete(self._offer.body(prompt, sampling, seed, **more))
-        if isinstance(answer, NotOffered):
-            raise _Refused(answer.message)
-        return answer
+    def named(self) -> Iterator[tuple[str, str, Callable[[], list[CheckResult]]]]:
+        """Yield setting, check and function of each; the first provides the texts that others compare with."""
+        plain = self.offer.dialect.plain
+        kinds: dict[str, tuple[int | None, int, Mapping[str, Any]]] = {_ALONE: (1, 1, {}), _IN_LOAD: (None, 2, {})}
+        for setting, kind in (kinds | ({} if plain is None else {_PLAIN: (None, 1, plain)})).items():
+            yield setting, ARG_MAX, partial(self._greedy, setting, *kind)
+        for (setting, check), function in _CHECKS.items():
+            yield setting, check, lambda: [CheckResult.counted(setting, check, *function(self))]  # noqa: B023
 
-    def _judged(self, setting: str, answers: Sequence[Answer], others: Sequence[Answer]) -> CheckResult:
-        """Compare greedy tokens with the arg max, and count the texts that differ from other answers'."""
-        tally, num_unknown, num_unlike = Tally(), 0, 0
-        for index, (answer, other) in enumerate(zip(answers, others)):
-            found = self._tally(self._prompts[index % len(self._prompts)], answer)
-            num_unknown += found is None
-            tally += found or Tally()
-            num_unlike += answer.samples[0].text != other.samples[0].text
+    def _texts(self, sampling: SamplingParams, seed: int | None = None, **more: object) -> list[AnswerText]:
+        """Return texts after the first prompts, sent one at a time."""
+        bodies = [self.offer.body(prompt, sampling, seed, **more) for prompt in self.prompts[:_NUM_REPEATED]]
+        return self.client.complete_all(bodies, "exact checks", 1)
+
+    def _tally(self, prompt: AuditPrompt, text: AnswerText) -> Tally | None:
+        draw = self.source.draw(prompt.ids, text)
+        return greedy_tally(self.source, draw, self.tolerance) if draw is not None and draw.token_ids else None
+
+    def _greedy(self, setting: str, concurrency: int | None, num_times: int, fields: Mapping[str, Any]) -> list[CheckResult]:
+        """Compare greedy tokens with the arg max, and count the texts that differ from those sent alone."""
+        prompts = [*self.prompts] * num_times
+        bodies = [self.offer.body(prompt, self._zero, **fields) for prompt in prompts]
+        found = self.client.complete_all(bodies, f"greedy, {setting}", concurrency)
+        self.wholes = self.wholes or found
+        tallies = [self._tally(*pair) for pair in zip(prompts, found, strict=True)]
+        tally = sum((one for one in tallies if one is not None), Tally())
+        num_unlike = sum(one.text != other.text for one, other in zip(found, [*self.wholes] * num_times))
         detail = f"{tally.num_mismatch} wrong, {tally.num_near_tie} near ties, widest gap {tally.widest_gap:.2g}"
         detail += f"; {num_unlike} texts differ from those sent alone" if num_unlike else ""
-        detail += f"; the tokens of {num_unknown} texts are not known" if num_unknown else ""
-        return CheckResult.counted(setting, ARG_MAX, tally.num_tokens, tally.num_mismatch, detail)
+        detail += f"; the tokens of {tallies.count(None)} texts are not known" if None in tallies else ""
+        return [CheckResult.counted(setting, ARG_MAX, tally.num_tokens, tally.num_mismatch, detail)]
 
-    def _tally(self, prompt: AuditPrompt, answer: Answer) -> Tally | None:
-        """Compare each token with the arg max; None if the tokens are not known."""
-        ids = self._source.ids_of(answer.samples[0], prompt.ids, answer.num_tokens)
-        if not ids:
-            return None
-        (rows_NV,) = self._source.rows(prompt.ids, [ids], self._greedy)
-        rows_NV = merged(rows_NV, self._source.groups, is_logit=True)
-        known = (~rows_NV.isnan().any(-1)).nonzero()[:, 0].tolist()
-        return tally_gaps(greedy_gaps(rows_NV[known], [ids[place] for place in known]), self._tolerance) if known else None
-
-    def _streams(self, wholes: Sequence[Answer], seed: int) -> _Counted:  # noqa: ARG002
+    def _streams(self) -> _Counted:
         """Compare streams with whole answers. If texts differ, a stream of near ties is right."""
         num_wrong = 0
-        for prompt, whole in zip(self._prompts, wholes):
-            stream = self._answer(prompt, self._greedy, stream=True)
-            one, two = stream.samples[0], whole.samples[0]
-            if one.text != two.text:
+        streams = self._texts(self._zero, stream=True) if self.wholes else []
+        for prompt, stream, whole in zip(self.prompts, streams, self.wholes):
+            if stream.text == whole.text:
+                is_listed = len(stream.names) == len(whole.names)  # streams may list fewer tokens
+                num_wrong += stream.finish != whole.finish or (is_listed and stream.names != whole.names)
+            else:
                 tally = self._tally(prompt, stream)
                 num_wrong += tally is None or tally.num_mismatch > 0 or not tally.num_near_tie
-            else:
-                is_listed = len(one.names) == len(two.names)  # streams may list fewer tokens
-                num_wrong += one.finish != two.finish or (is_listed and one.names != two.names)
-        return len(wholes), num_wrong, None
+        return len(streams), num_wrong, None
 
-    def _stops(self, wholes: Sequence[Answer], seed: int) -> _Counted:  # noqa: ARG002
+    def _stops(self) -> _Counted:
         """End greedy texts at a string from their middle: the text is the part before it."""
         num = num_wrong = 0
-        for prompt, whole in zip(self._prompts, wholes):
-            text = whole.samples[0].text
+        for prompt, whole in zip(self.prompts[:_NUM_REPEATED], self.wholes):
+            text = whole.text
             stop = text[len(text) // 2 :][:4]
-            if not stop.strip():
-                continue
-            found = self._answer(prompt, self._greedy, stop=[stop]).samples[0]
-            num += 1
-            is_right = (found.text, found.finish) == (text[: text.find(stop)], "stop")
-            num_wrong += stop in found.text or (not is_right and text.startswith(found.text))
+            if stop.strip():
+                found = self.client.complete(self.offer.body(prompt, self._zero, stop=[stop]))[0]
+                num += 1
+                is_right = (found.text, found.finish) == (text[: text.find(stop)], "stop")
+                num_wrong += stop in found.text or (not is_right and text.startswith(found.text))
         return num, num_wrong, None
 
-    def _seeds(self, wholes: Sequence[Answer], seed: int) -> _Counted:
+    def _seeds(self) -> _Counted:
         """Repeat seeded texts, one at a time, and try other seeds."""
-        if not self._offer.takes_seed:
-            raise _Refused(self._offer.refused.get("seed", ""))
-        prompts = self._prompts[: len(wholes)]
-        one, two, other = (
-            [self._answer(prompt, self._sampled, seed + shift).samples[0].text for prompt in prompts] for shift in (0, 0, 1000)
-        )
+        if "seed" not in self.offer.base:
+            raise NotOffered(self.offer.refused.get("seed", ""))
+        one, two, other = ([text.text for text in self._texts(self._sampled, self.seed + shift)] for shift in (0, 0, 1000))
         num_unlike = sum(first != second for first, second in zip(one, two))
-        detail = f"{num_unlike} of {len(prompts)} differ" + ("; another seed changes no text" if one == other else "")
-        return 3 * len(prompts), int(2 * num_unlike > len(prompts) or one == other), detail
+        detail = f"{num_unlike} of {len(one)} differ" + ("; another seed changes no text" if one == other else "")
+        return 3 * len(one), int(2 * num_unlike > len(one) or one == other), detail
 
-    def _choices(self, wholes: Sequence[Answer], seed: int) -> _Counted:  # noqa: ARG002
+    def _choices(self) -> _Counted:
         """Request several texts at once: all come, they differ, and their tokens are counted together."""
-        answer = self._answer(self._prompts[0], replace(self._sampled, temperature=1.5), seed, n=_NUM_CHOICES)
-        texts = [sample.text for sample in answer.samples]
-        listed, counted = [len(sample.names) for sample in answer.samples], answer.num_tokens or 0
+        body = self.offer.body(self.prompts[0], replace(self._sampled, temperature=1.5), self.seed, n=_NUM_CHOICES)
+        texts = self.client.complete(body)
+        num_listed, num_counted = sum(len(text.names) for text in texts), texts[0].num_tokens or 0
         faults = {
             f"{len(texts)} came": len(texts) != _NUM_CHOICES,
-            "all are alike": len(texts) > 1 and len(set(texts)) == 1,
-            f"usage counts {counted} tokens, {sum(listed)} are listed": 0 < counted < sum(listed),
+            "all are alike": len(texts) > 1 and len({text.text for text in texts}) == 1,
+            f"usage counts {num_counted} tokens, {num_listed} are listed": 0 < num_counted < num_listed,
         }
         found = [fault for fault, is_so in faults.items() if is_so]
         return len(texts), len(found), "; ".join(found)
 
 
-def usage_result(answers: Sequence[Answer], num_prompt_tokens: Sequence[int | None]) -> CheckResult:
+_CHECKS = {
+    ("streams", "stream = whole"): ExactChecks._streams,
+    ("stop strings", "text before the string"): ExactChecks._stops,
+    ("seeds", "same seed, same text"): ExactChecks._seeds,
+    ("n", f"{_NUM_CHOICES} texts"): ExactChecks._choices,
+}
+NAMES = (_ALONE, _IN_LOAD, _PLAIN, *(setting for setting, _ in _CHECKS))
+
+
+def usage_result(answers: Sequence[AnswerText], num_prompt_tokens: Sequence[int | None]) -> CheckResult:
     """Compare usage counts with listed tokens, an end token counted or not, and with the prompts that were sent."""
     faults = {"generated tokens": 0, "prompt tokens": 0, "sum": 0}
     num = 0
     for answer, num_prompt in zip(answers, num_prompt_tokens, strict=True):
-        usage, sample = answer.usage, answer.samples[0]
-        if not {"prompt_tokens", "completion_tokens", "total_tokens"} <= usage.keys():
-            continue
-        num += 1
-        num_unlisted = usage["completion_tokens"] - len(sample.names)
-        is_unlisted_right = abs(num_unlisted) <= (sample.finish == "stop") or (num_unlisted > 0 and not sample.has_ids)
-        faults["generated tokens"] += bool(sample.names) and not is_unlisted_right
-        faults["prompt tokens"] += num_prompt is not None and usage["prompt_tokens"] != num_prompt
-        faults["sum"] += usage["total_tokens"] != usage["prompt_tokens"] + usage["completion_tokens"]
+        if answer.usage.keys() >= {"prompt_tokens", "completion_tokens", "total_tokens"}:
+            num += 1
+            prompt, generated, total = (answer.usage[f"{kind}_tokens"] for kind in ("prompt", "completion", "total"))
+            num_unlisted = generated - len(answer.names)
+            is_unlisted_right = abs(num_unlisted) <= (answer.finish == "stop") or (num_unlisted > 0 and not answer.has_ids)
+            faults["generated tokens"] += bool(answer.names) and not is_unlisted_right
+            faults["prompt tokens"] += num_prompt is not None and prompt != num_prompt
+            faults["sum"] += total != prompt + generated
     detail = ", ".join(f"{name} of {count} answers wrong" for name, count in faults.items() if count)
     return CheckResult.counted("usage", "counts", num, sum(faults.values()), detail)

@@ -1,15 +1,12 @@
 """The records of an audit of a server, and its verdict. The fields are the JSON of `latebranch audit --url`."""
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-import torch
-
-from engine.audit.chi_square import POWER_QUANTILE, ChiSquare
+from engine.audit.chi_square import ChiSquare, RareTest
 from engine.audit.report import AuditVerdict
 
-ARG_MAX, IMPOSSIBLE, PAIRS = "arg max", "impossible tokens", "first two tokens"
+ARG_MAX, ALL, IMPOSSIBLE, PAIRS = "arg max", "all tokens", "impossible tokens", "first two tokens"
 TOO_FEW = "too few samples of likely tokens"
 
 
@@ -20,36 +17,6 @@ class CheckVerdict(StrEnum):
     VIOLATION = "VIOLATION"
     NOT_OFFERED = "not offered"
     NOT_JUDGED = "not judged"
-
-
-@dataclass(frozen=True, slots=True)
-class RareTest:
-    """A test that unlikely tokens are no more frequent than expected: a count against a bound of its tail, Poisson's.
-
-    Hoeffding 1956: of independent trials with one mean, equal chances spread the count most.
-    """
-
-    num_observed: int
-    expected: float
-    num_counted: int
-
-    @property
-    def p_value(self) -> float:
-        """Probability of a count at least as large."""
-        return _poisson_tail(self.num_observed, self.expected)
-
-    def detectable(self, level: float) -> float:
-        """Return the share of replaced tokens that a test at this level detects with probability .9, approximately."""
-        least = 1
-        while _poisson_tail(least, self.expected) >= level:
-            least += 1
-        return min(1.0, (least + POWER_QUANTILE * math.sqrt(least) - self.expected) / max(1, self.num_counted))
-
-
-def _poisson_tail(count: int, mean: float) -> float:
-    if count == 0:
-        return 1.0
-    return float(torch.special.gammainc(torch.tensor(float(count)).double(), torch.tensor(mean).double()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +99,11 @@ class ServerReport:
     @property
     def inconclusive(self) -> tuple[str, ...]:
         """The reasons why this audit could not have found a violation of speculation."""
+        has_later = any(one.check in (ALL, PAIRS) and one.test is not None for one in self.results)
+        has_greedy = any(one.check == ARG_MAX and one.num for one in self.results)
         reasons = {
-            "no test of the tokens after the first has enough samples": not any(
-                one.check == PAIRS and one.test is not None for one in self.results
-            ),
-            "no greedy token could be judged": not any(one.check == ARG_MAX and one.num for one in self.results),
+            "no test of the tokens after the first has enough samples": not has_later,
+            "no greedy token could be judged": not has_greedy,
             "no drafted token was accepted": bool(self.num_drafted) and not self.num_accepted,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)

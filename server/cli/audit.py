@@ -4,7 +4,10 @@ import argparse
 import math
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TextIO
 
 from engine.core.sampling_limits import NoDistribution, require_probs
 from engine.core.tree import Expansion, parse_expansion
@@ -27,10 +30,17 @@ class AuditFailed(Exception):
     """The audited engine failed; the message is one line."""
 
 
+# Options that only one of the two audits reads: of this engine, or by --url.
+_OF_ENGINE = ("config", "num_prompts", "temperatures", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+_OF_ENGINE += ("repetition_penalty", "verifiers", "expansions", "samples", "max_tokens", "seeds")
+_BY_URL = ("weights", "weights_dtype", "chat", "api_key", "requests", "concurrency", "timeout", "tie_gap", "skip", "wait")
+
+
 def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `audit`: its settings, prompts and level of significance."""
     command = subparsers.add_parser("audit", help="prove that speculation does not change the target's distribution")
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, verifier, threads")
+    command.add_argument("--model", help="the target, in place of the configured one; with --url its name in requests")
     add_prompt_flags(command, num_prompts=1)
     _add_sampling(command)
     command.add_argument("--verifiers", nargs="+", metavar="NAME", help="rules to audit; by default the configured one")
@@ -45,8 +55,11 @@ def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
         "--alpha", type=number_within(0.0, 1.0), default=1e-3, help="chance that a lossless engine fails a statistical test"
     )
     command.add_argument("--first-seed", type=non_negative_int, default=None, help="repeats an audit; the report names its own")
+    command.add_argument("--json", type=Path, metavar="FILE", help="append the report's line of JSON there, not to the output")
     _add_url(command)
-    command.set_defaults(handler=_audit, prompts=None)  # other prompts are for chats than for --url
+    defaults = {name: command.get_default(name) for name in (*_OF_ENGINE, *_BY_URL)}
+    # None: not given. Other prompts are for chats than for --url.
+    command.set_defaults(handler=_audit, defaults=defaults, prompts=None, **dict.fromkeys(defaults))
 
 
 def _add_url(command: argparse.ArgumentParser) -> None:
@@ -55,14 +68,20 @@ def _add_url(command: argparse.ArgumentParser) -> None:
     group.add_argument("--weights", metavar="MODEL", help="its model: a preset, a folder, a GGUF file or a hub id")
     group.add_argument("--weights-dtype", default="float32", choices=("float32", "bfloat16", "int8", "compact"))
     group.add_argument("--chat", action="store_true", help="by /v1/chat/completions; /v1/completions by default")
-    group.add_argument("--json", type=Path, metavar="FILE", help="append the report's line of JSON there, not to the output")
-    group.add_argument("--model", help="the model's name in requests; the server's first by default")
     group.add_argument("--api-key", metavar="KEY")
     group.add_argument("--requests", type=positive_int, default=2000, help="bound of the number of requests")
     group.add_argument("--concurrency", type=positive_int, default=4, help="requests at a time")
     group.add_argument("--timeout", type=number_within(0.0, math.inf), default=120.0, metavar="SECONDS", help="of one request")
     group.add_argument(
         "--tie-gap", type=number_within(0.0, math.inf), help="gap of logits that rounding may reverse; measured by default"
+    )
+    group.add_argument("--skip", nargs="+", default=(), metavar="NAME", help="tests to leave out, by a part of their names")
+    group.add_argument(
+        "--wait",
+        type=number_within(0.0, math.inf, "[)"),
+        default=60.0,
+        metavar="SECONDS",
+        help="for a server that failed in a test",
     )
 
 
@@ -79,21 +98,47 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 def _audit(parsed: argparse.Namespace) -> int:
     """Run the audit and return its status: 1 also if the engine fails or weights are not available, 2 for wrong arguments."""
     try:
-        if parsed.url is not None:
-            return _audit_url(parsed)
-        settings = load_settings(parsed.config, {})
-        texts = read_prompts(parsed.prompts or BENCH_PROMPTS, parsed.kinds, parsed.num_prompts)
-        parsed.verifiers = parsed.verifiers or [settings.verifier]
-        parsed.expansions = parsed.expansions or _configured(settings)
-        parsed.first_seed = secrets.randbits(62) if parsed.first_seed is None else parsed.first_seed
-        _check(settings, parsed.verifiers, parsed.expansions)
-        _check_probs(parsed)
-        from server.cli.audit_run import audit  # here, because it brings torch
-
-        return audit(settings, texts, parsed)
+        _take_defaults(parsed)
+        with _json_lines(parsed.json) as parsed.json_lines:
+            return _audit_engine(parsed) if parsed.url is None else _audit_url(parsed)
     except (SettingsError, BenchError, AuditError, AuditFailed, WeightsError) as error:
         sys.stderr.write(f"latebranch audit: {error}\n")
         return 1 if isinstance(error, (WeightsError, AuditFailed)) else 2
+
+
+@contextmanager
+def _json_lines(path: Path | None) -> Iterator[TextIO]:
+    """Open the file of --json before anything is audited. Raises AuditError."""
+    try:
+        with nullcontext(sys.stdout) if path is None else path.open("a+", encoding="utf-8") as lines:
+            yield lines
+    except OSError as error:
+        raise AuditError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+def _audit_engine(parsed: argparse.Namespace) -> int:
+    settings = load_settings(parsed.config, {} if parsed.model is None else {"model": parsed.model})
+    texts = read_prompts(parsed.prompts or BENCH_PROMPTS, parsed.kinds, parsed.num_prompts)
+    parsed.verifiers = parsed.verifiers or [settings.verifier]
+    parsed.expansions = parsed.expansions or _configured(settings)
+    parsed.first_seed = secrets.randbits(62) if parsed.first_seed is None else parsed.first_seed
+    _check(settings, parsed.verifiers, parsed.expansions)
+    _check_probs(parsed)
+    from server.cli.audit_run import audit  # here, because it brings torch
+
+    return audit(settings, texts, parsed)
+
+
+def _take_defaults(parsed: argparse.Namespace) -> None:
+    """Fill in the options that are not given. Raises AuditError for one that this kind of audit does not read."""
+    is_by_url = parsed.url is not None
+    for name in _OF_ENGINE if is_by_url else _BY_URL:
+        if getattr(parsed, name) is not None:
+            reason = "cannot be combined with --url: there the audit chooses it" if is_by_url else "needs --url"
+            raise AuditError(f"--{name.replace('_', '-')} {reason}")
+    for name, value in parsed.defaults.items():
+        if getattr(parsed, name) is None:
+            setattr(parsed, name, value)
 
 
 def _audit_url(parsed: argparse.Namespace) -> int:

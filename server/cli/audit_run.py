@@ -52,7 +52,8 @@ def _audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
     info, collected = _collected(settings, plan)
     reference = load_reference(resolve(settings.model).folder, settings.dtype, info.device)
     report = examine(collected, reference)
-    sys.stdout.write(as_text(report, info, time.monotonic() - started_s) + "\n" + as_json(report, info) + "\n")
+    sys.stdout.write(as_text(report, info, time.monotonic() - started_s) + "\n")
+    parsed.json_lines.write(as_json(report, info) + "\n")
     return EXIT_STATUS[report.verdict]
 
 

@@ -2,16 +2,14 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Sequence
+from contextlib import closing
 
 from engine.audit.reference import load_reference
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.facts import read_facts
 from engine.weights.pretrained import load_tokenizer
-from server.audit_url.audit import ServerAudit, UrlOptions
+from server.audit_url.audit import TEST_NAMES, ServerAudit, UrlOptions
 from server.audit_url.client import AuditedServerFailed, AuditedServerUnsuitable, CompletionClient
 from server.audit_url.dialect import AuditPrompt
 from server.audit_url.results import ServerReport
@@ -23,32 +21,23 @@ from server.cli.audit_run import EXIT_STATUS
 
 def audit_url(texts: Sequence[str], parsed: argparse.Namespace) -> int:
     """Run the audit with these prompts; return the exit status. Raises AuditError, AuditFailed."""
-    with _json_file(parsed.json) as file:
-        report = report_of(texts, parsed)
-        sys.stdout.write(as_text(report) + "\n")
-        (file or sys.stdout).write(as_json(report) + "\n")
+    report = report_of(texts, parsed)
+    sys.stdout.write(as_text(report) + "\n")
+    parsed.json_lines.write(as_json(report) + "\n")
     return EXIT_STATUS[report.verdict]
-
-
-@contextmanager
-def _json_file(path: Path | None) -> Iterator[TextIO | None]:
-    """Open the file of --json, before requests are spent. Raises AuditError."""
-    try:
-        with nullcontext() if path is None else path.open("a+", encoding="utf-8") as file:
-            yield file
-    except OSError as error:
-        raise AuditError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
 def report_of(texts: Sequence[str], parsed: argparse.Namespace) -> ServerReport:
     """Return the report of the audit. Raises AuditError, AuditFailed."""
-    server = (parsed.url, parsed.model, parsed.api_key)
+    if unknown := [part for part in parsed.skip if not any(part in name for name in TEST_NAMES)]:
+        raise AuditError(f"--skip {unknown[0]}: no test has this in its name; the names are: {'; '.join(TEST_NAMES)}")
+    sizes = (parsed.requests, parsed.greedy_tokens, parsed.alpha, parsed.first_seed)
+    server = (parsed.url, parsed.model, parsed.api_key, parsed.timeout, parsed.concurrency, parsed.chat)
     try:
-        with closing(CompletionClient(*server, parsed.timeout, parsed.concurrency, parsed.chat)) as client:
+        with closing(CompletionClient(*server)) as client:
             client.read_models()  # first: a wrong address is reported before weights are fetched
-            source, prompts = _source(texts, parsed)
-            options = UrlOptions(parsed.requests, parsed.greedy_tokens, parsed.alpha, parsed.first_seed, parsed.tie_gap)
-            return ServerAudit(client, source, prompts, options).run()
+            options = UrlOptions(*sizes, parsed.tie_gap, parsed.skip, parsed.wait)
+            return ServerAudit(client, *_source(texts, parsed), options).run()
     except (AuditedServerUnsuitable, UnsupportedModel) as error:
         raise AuditError(str(error)) from error
     except AuditedServerFailed as error:
@@ -63,16 +52,12 @@ def _source(texts: Sequence[str], parsed: argparse.Namespace) -> tuple[Source, l
         return ServerSource(), [AuditPrompt(text, (number,)) for number, text in enumerate(texts)]
     folder = resolve(parsed.weights).folder
     tokenizer = load_tokenizer(folder)
-    reference = load_reference(folder, parsed.weights_dtype, "cpu")
-    rendered = [_rendered(tokenizer, text) for text in texts] if parsed.chat else texts
-    ids = [tuple(tokenizer(text, add_special_tokens=not parsed.chat)["input_ids"]) for text in rendered]
-    prompts = [AuditPrompt(text, prompt_ids) for text, prompt_ids in zip(texts, ids, strict=True)]
-    return ModelSource(reference, tokenizer, read_facts(folder).eos_token_ids), prompts
-
-
-def _rendered(tokenizer: Any, text: str) -> str:
-    """Return a chat's prompt by the model's template. Raises AuditError."""
-    if not tokenizer.chat_template:
+    if parsed.chat and not tokenizer.chat_template:
         raise AuditError("the model of --weights has no chat template: leave out --chat")
-    chat = [{"role": "user", "content": text}]
-    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    reference = load_reference(folder, parsed.weights_dtype, "cpu")
+    prompts = []
+    for text in texts:
+        chat = {"conversation": [{"role": "user", "content": text}], "tokenize": False, "add_generation_prompt": True}
+        rendered = str(tokenizer.apply_chat_template(**chat)) if parsed.chat else text
+        prompts.append(AuditPrompt(text, tuple(tokenizer(rendered, add_special_tokens=not parsed.chat)["input_ids"])))
+    return ModelSource(reference, tokenizer, read_facts(folder).eos_token_ids), prompts

@@ -20,6 +20,10 @@ FIELDS = {*_PLAIN, "model", "prompt", "max_tokens", "logprobs", "seed", "n", "st
 FIELDS |= {"return_token_ids", "return_tokens_as_token_ids"}
 
 
+class Busy(str):
+    """A refusal for so many seconds."""
+
+
 class StandIn:
     """Draws from a model by formulas of its own. Tokens after the first are drafted; subclasses are broken there."""
 
@@ -31,7 +35,7 @@ class StandIn:
         self._lock = threading.Lock()
         self._num_unseeded = 0
 
-    def answer(self, body: dict[str, Any]) -> dict[str, Any] | None:
+    def answer(self, body: dict[str, Any]) -> dict[str, Any] | Busy | None:
         """Return the answer to a completion; None refuses it."""
         if self.refused & body.keys() or body.keys() - FIELDS:
             return None
@@ -214,7 +218,9 @@ def served(stand_in: StandIn, encode: Callable[[str], list[int]] = lambda text: 
             if isinstance(body.get("prompt"), str):
                 body["prompt"] = encode(body["prompt"])
             answer = stand_in.answer(body)
-            if answer is not None and body.get("stream"):
+            if isinstance(answer, Busy):
+                self._send(429, {"error": {"message": "too many requests"}}, {"Retry-After": answer})
+            elif answer is not None and body.get("stream"):
                 self._send_stream(answer)
             else:
                 self._send(400 if answer is None else 200, answer or {"error": {"message": "a field is not supported"}})
@@ -230,11 +236,13 @@ def served(stand_in: StandIn, encode: Callable[[str], list[int]] = lambda text: 
             events = [f"data: {json.dumps({'choices': [part]})}\n\n" for part in parts]
             self._send_bytes(200, "".join([*events, "data: [DONE]\n\n"]).encode())
 
-        def _send(self, status, value):
-            self._send_bytes(status, json.dumps(value).encode())
+        def _send(self, status, value, headers=None):
+            self._send_bytes(status, json.dumps(value).encode(), headers)
 
-        def _send_bytes(self, status, data):
+        def _send_bytes(self, status, data, headers=None):
             self.send_response(status)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,6 +183,61 @@ def test_mistakes_are_one_line_before_model_load(arguments, words, capsys, monke
     assert error.count("\n") == 1
 
 
+URL = ["--url", "http://127.0.0.1:9"]
+OF_ENGINE = [
+    *(f"--{name} 1" for name in ("temperatures", "top-p", "top-k", "min-p", "repetition-penalty")),
+    "--verifiers coupled",
+]
+OF_ENGINE += [
+    *(f"--{name} 1" for name in ("samples", "max-tokens", "seeds", "num-prompts")),
+    "--expansions 4.1.0",
+    "--config x.yaml",
+]
+OF_ENGINE += ["--presence-penalty 0", "--frequency-penalty 0"]
+BY_URL = [
+    "--weights x",
+    "--weights-dtype int8",
+    "--chat",
+    "--api-key k",
+    "--skip n",
+    *(f"--{name} 200" for name in ("requests", "wait")),
+]
+BY_URL += [f"--{name} 1" for name in ("concurrency", "timeout", "tie-gap")]
+
+
+@pytest.mark.parametrize("option", OF_ENGINE)
+def test_engine_options_are_refused_with_url(option, capsys):
+    """The bug: `--url` ignored the options of the other audit."""
+    assert server.cli.main.main(["audit", *URL, *option.split()]) == 2
+    assert f"{option.split()[0]} cannot be combined with --url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", BY_URL)
+def test_url_options_need_url(option, audits, capsys):
+    """The bug: without `--url` its options were ignored, so another model than the named one was audited."""
+    assert server.cli.main.main(["audit", *option.split()]) == 2
+    assert f"{option.split()[0]} needs --url" in capsys.readouterr().err
+    assert not audits
+
+
+def test_every_option_is_of_a_known_audit(capsys):
+    with pytest.raises(SystemExit):
+        server.cli.main.main(["audit", "--help"])
+    of_both = {"--help", "--model", "--prompts", "--kinds", "--greedy-tokens", "--alpha", "--first-seed", "--json", "--url"}
+    of_one = {option.split()[0] for option in (*OF_ENGINE, *BY_URL)}
+    assert set(re.findall(r"(?<=\s)--[a-z-]+", capsys.readouterr().out)) == of_both | of_one
+
+
+def test_named_model_is_audited(monkeypatch, tmp_path):
+    """The bug: `--model` without `--url` audited the configured model."""
+    models: list[str] = []
+    monkeypatch.setattr("server.cli.audit_run.audit", lambda settings, texts, parsed: models.append(settings.model) or 0)
+    (tmp_path / "s.yaml").write_text("model: one\n")
+    for model in ([], ["--model", "two"]):
+        server.cli.main.main(["audit", "--config", str(tmp_path / "s.yaml"), *model])
+    assert models == ["one", "two"]
+
+
 def test_no_speculation_is_nothing_to_audit(tmp_path, capsys):
     (tmp_path / "s.yaml").write_text("drafter: none\n")
     assert server.cli.main.main(["audit", "--config", str(tmp_path / "s.yaml")]) == 2
@@ -274,6 +330,16 @@ def test_sound_pair_passes_from_command_line(pair_on_disk, capsys):
     *text, line = capsys.readouterr().out.splitlines()
     assert json.loads(line)["is_lossless"] is True
     assert any(one.startswith("LOSSLESS as far") for one in text)
+
+
+def test_json_is_appended_to_a_file(pair_on_disk, capsys, monkeypatch, tmp_path, report):
+    monkeypatch.setattr("server.cli.audit_run.examine", lambda *_: report)
+    monkeypatch.setattr("server.cli.audit_run._collected", lambda *_: (tiny_engine(*pair("llama")).info, None))
+    for _ in range(2):
+        server.cli.main.main(["audit", "--config", str(pair_on_disk / "s.yaml"), "--json", str(tmp_path / "lines")])
+    lines = (tmp_path / "lines").read_text().splitlines()
+    assert [json.loads(line)["is_lossless"] for line in lines] == [True, True]
+    assert "is_lossless" not in capsys.readouterr().out
 
 
 def test_broken_verifier_fails_from_command_line(pair_on_disk, capsys, monkeypatch):

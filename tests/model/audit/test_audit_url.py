@@ -21,7 +21,7 @@ from engine.core.tree import Expansion
 from engine.testing import tiny_engine
 from engine.weights.pretrained import load_tokenizer
 from engine.worker.inprocess import InProcessEngine
-from server.audit_url.client import UNREADABLE
+from server.audit_url.client import UNREADABLE, CompletionClient
 from server.audit_url.results import CheckVerdict
 from server.audit_url.text import as_json, as_text
 from server.cli.audit_url import report_of
@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
 
 def arguments(url, weights, num_requests, first_seed=3, **more):
     given: dict[str, Any] = {"model": None, "api_key": None, "timeout": 60.0, "concurrency": 1, "alpha": 1e-3, "tie_gap": None}
-    given |= {"chat": False, "json": None}
+    given |= {"chat": False, "skip": (), "wait": 0.0}
     given |= {"url": url, "weights": None if weights is None else str(weights), "weights_dtype": "float32"}
     return argparse.Namespace(**{**given, "requests": num_requests, "first_seed": first_seed, "greedy_tokens": 32, **more})
 
@@ -291,19 +291,107 @@ def test_an_absent_server_is_one_sentence(url, status, words, capsys):
     assert found.count("\n") == 1
 
 
-def test_disconnected_server_is_a_one_line_error(folder):
-    class Ending(stand_in.StandIn):
-        num_left = 60
+class Restarted(stand_in.StandIn):
+    """min-p ends the server for three requests."""
 
-        def answer(self, body):
-            self.num_left -= 1
-            assert self.num_left > 0
-            return super().answer(body)
+    num_left = 0
 
-    from server.cli.audit import AuditFailed
+    def answer(self, body):
+        self.num_left = 3 if body.get("min_p") and not self.num_left else max(0, self.num_left - 1)
+        assert not self.num_left
+        return super().answer(body)
 
-    with pytest.raises(AuditFailed, match="cannot be reached"):
-        report(Ending, folder, 200)
+
+class Ended(Restarted):
+    """min-p ends the server for good."""
+
+    def answer(self, body):
+        self.num_left *= 100
+        return super().answer(body)
+
+
+def checks(found, setting: str) -> dict[str, CheckVerdict]:
+    return {one.check: one.at(found.level) for one in found.results if one.setting == setting}
+
+
+@pytest.fixture
+def without_pauses(monkeypatch):
+    monkeypatch.setattr("server.audit_url.audit.time.sleep", lambda seconds: None)
+
+
+def test_a_server_that_ends_is_a_violation(folder, without_pauses):
+    """The bug: a server that died in one test left no verdict on the others."""
+    found = report(Restarted, folder, 300, wait=60.0)
+    assert checks(found, "temperature 1 min_p 0.1") == {"answers": CheckVerdict.VIOLATION}
+    assert violations(found) == {"answers"}
+    assert checks(found, "temperature 0, in load") == {"arg max": CheckVerdict.OK}
+    assert "cannot be reached" in as_text(found)
+
+
+def test_tests_after_an_end_are_unjudged(folder, without_pauses):
+    found = report(Ended, folder, 300, wait=4.0)
+    assert found.verdict is AuditVerdict.VIOLATION
+    assert CheckVerdict.OK in checks(found, "temperature 1 top_k 4").values()
+    assert checks(found, "temperature 0, in load") == {"arg max": CheckVerdict.NOT_JUDGED}
+    assert "no longer answers" in as_text(found)
+
+
+@pytest.mark.parametrize("part", ["min_p", "min_p 0.1"])
+def test_skipped_tests_send_no_request(part, folder):
+    found = report(Restarted, folder, 300, skip=["streams", part])
+    assert not violations(found), as_text(found)
+    assert checks(found, "streams") == {"stream = whole": CheckVerdict.NOT_JUDGED}
+    assert checks(found, "temperature 1 min_p 0.1") == {"draws": CheckVerdict.NOT_JUDGED}
+    assert CheckVerdict.OK in checks(found, "temperature 1 top_k 4").values()
+
+
+def test_unknown_test_to_skip_is_refused(capsys):
+    assert server.cli.main.main(["audit", "--url", "http://127.0.0.1:9", "--skip", "min-p"]) == 2
+    assert "the names are: temperature 1, long;" in capsys.readouterr().err
+
+
+class Hurried(stand_in.StandIn):
+    """Every fifth request is one too many."""
+
+    num = 0
+
+    def answer(self, body):
+        self.num += 1
+        return stand_in.Busy("7") if self.num % 5 == 0 else super().answer(body)
+
+
+def test_a_busy_server_is_requested_again(folder, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr("server.audit_url.client.time.sleep", pauses.append)
+    found = report(Hurried, folder, 200)
+    assert not violations(found), as_text(found)
+    assert set(pauses) == {7.0}
+
+
+class Closing(stand_in.StandIn):
+    """Every fifth request finds its connection closed."""
+
+    num = 0
+
+    def answer(self, body):
+        self.num += 1
+        assert self.num % 5
+        return super().answer(body)
+
+
+def test_closed_connections_are_opened_again(folder):
+    """The bug: a server that closed an idle connection ended the audit."""
+    found = report(Closing, folder, 200)
+    assert not violations(found), as_text(found)
+
+
+def test_an_untrusted_certificate_is_explained(capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise httpx2.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate")
+
+    monkeypatch.setattr("server.audit_url.client.httpx2.Client.request", refuse)
+    assert server.cli.main.main(["audit", "--url", "https://127.0.0.1:9"]) == 1
+    assert "SSL_CERT_FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -367,3 +455,9 @@ def test_chats_are_audited(folder):
 def test_too_small_a_bound_is_refused(capsys):
     assert server.cli.main.main(["audit", "--url", "http://127.0.0.1:9", "--requests", "10"]) == 2
     assert "at least 200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["/", "/v1", "/v1/", "/v1/completions", "/v1/chat/completions", "/v1/models"])
+def test_the_address_of_any_route_is_enough(ending):
+    """The bug: an address that ended with a route was reported as a server without models."""
+    assert CompletionClient(f"https://host/proxy{ending}", None, None, 1.0, 1, is_chat=False).url == "https://host/proxy"
