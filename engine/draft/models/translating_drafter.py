@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -39,16 +40,23 @@ _MAX_STORED = 64  # texts of ended requests
 Path = tuple[int, ...]  # drafted tokens after the root
 
 
+class _Best(NamedTuple):
+    """The logits of shared tokens, and the model's likeliest token with its logit."""
+
+    logits_M: Tensor
+    draft_id: int
+    logit: float
+
+
 @dataclass(frozen=True, slots=True)
 class _ChainNode:
     """The proposal at a node of the chain.
 
-    `logits_M` is the model's distribution over shared tokens, None inside a token of the model. `likeliest` is the model's
-    likeliest token there, `token_id` the next one of the chain, None if the target has no such token.
+    `best` has the model's logits and its likeliest token, None inside a token of the model. `token_id` is the next one of the
+    chain, None if the target has no such token.
     """
 
-    logits_M: Tensor | None
-    likeliest: int
+    best: _Best | None
     token_id: int | None
 
 
@@ -73,14 +81,13 @@ class _Text:
 
 @dataclass(eq=False)
 class _Lookahead:
-    """The model's continuation of a text: its tokens, and the logits from which each is the likeliest."""
+    """The model's continuation of a text."""
 
     text: _Text
     depth: int
     least_chance: float
     chance: float = 1.0
-    draft_ids: list[int] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
+    best: list[_Best] = field(default_factory=list)
 
 
 class TranslatingDrafter(ModelDrafter):
@@ -180,17 +187,16 @@ class TranslatingDrafter(ModelDrafter):
 
     def _propose_at(self, row_M: Float[Tensor, " M"], node: _ChainNode, vocab: TrimmedVocabulary) -> None:
         """Write a node's logits: the model's, with the likeliest token's at the chain's next token."""
-        column, likeliest = -1, self._column_of.get(node.likeliest, -1)
-        if node.token_id is not None:
-            (column,) = vocab.columns([node.token_id])
-        if node.logits_M is None:
+        column = -1 if node.token_id is None else vocab.columns([node.token_id])[0]
+        if node.best is None:
             row_M[column] = 0.0
             return
-        row_M[: len(self._draft_columns_M)] = node.logits_M[self._draft_columns_M]
-        if column >= 0 and column != likeliest:
-            row_M[column] = torch.logaddexp(row_M[column], node.logits_M[node.likeliest])
-            if likeliest >= 0:
-                row_M[likeliest] = -torch.inf
+        row_M[: len(node.best.logits_M)] = node.best.logits_M
+        own_column = self._column_of.get(node.best.draft_id, -1)
+        if column >= 0 and column != own_column:
+            row_M[column] = row_M[column].logaddexp(row_M.new_tensor(node.best.logit))
+            if own_column >= 0:
+                row_M[own_column] = -torch.inf
 
     def _followed(self, row: Row) -> _Text:
         """Return a row's text with the new committed tokens, and the keys that are cached for them.
@@ -244,15 +250,15 @@ class TranslatingDrafter(ModelDrafter):
             batch = pack(segments, self._model.device)
             logits_NV = self._passes.run(batch, [*places])[:, : self._num_tokens]
             passes += ModelPasses(1, batch.num_tokens)
-            best = logits_NV.softmax(-1).max(-1, keepdim=True)
+            shared_NM = logits_NV.index_select(-1, self._draft_columns_M)
+            likeliest = logits_NV.max(-1, keepdim=True)
+            probs_N1 = (likeliest.values - logits_NV.logsumexp(-1, keepdim=True)).exp()
+            found = rows_to_host([probs_N1, likeliest.values, likeliest.indices])
             segments, going_on = [], []
-            for one, logits_V, ((prob,), (draft_id,)) in zip(
-                ahead, logits_NV, rows_to_host([best.values, best.indices]), strict=True
-            ):
-                one.logits.append(logits_V)
-                one.draft_ids.append(int(draft_id))
+            for one, logits_M, ((prob,), (logit,), (draft_id,)) in zip(ahead, shared_NM, found, strict=True):
+                one.best.append(_Best(logits_M, int(draft_id), logit))
                 one.chance *= prob
-                is_over = len(one.draft_ids) >= one.depth or one.chance < one.least_chance
+                is_over = len(one.best) >= one.depth or one.chance < one.least_chance
                 if is_over or self._tokens.is_special(int(draft_id)):
                     continue
                 if (segment := self._fed(one.text, [int(draft_id)])) is not None:
@@ -263,18 +269,17 @@ class TranslatingDrafter(ModelDrafter):
 
     def _chain(self, ahead: _Lookahead) -> dict[Path, _ChainNode]:
         """Return the nodes of a continuation in the target's tokens, by path."""
-        parts = [b"" if self._tokens.is_special(draft_id) else self._tokens.decoded([draft_id]) for draft_id in ahead.draft_ids]
-        place_at = {end: place for place, end in reversed([*enumerate(accumulate(map(len, parts[:-1]), initial=0))])}
+        draft_ids = [best.draft_id for best in ahead.best]
+        parts = [b"" if self._tokens.is_special(draft_id) else self._tokens.decoded([draft_id]) for draft_id in draft_ids]
+        best_at = dict(zip(accumulate(map(len, parts[:-1]), initial=0), ahead.best, strict=True))
         token_ids: list[int | None] = [*self._tokens.target_ids(b"".join(parts))]
         if not parts[-1]:
-            token_ids.append(self._tokens.target_id_of.get(ahead.draft_ids[-1]))
+            token_ids.append(self._tokens.target_id_of.get(draft_ids[-1]))
         nodes: dict[Path, _ChainNode] = {}
         path: Path = ()
         end = 0
         for token_id in token_ids:
-            place = place_at.get(end)
-            logits_V = None if place is None else ahead.logits[place]
-            nodes[path] = _ChainNode(logits_V, ahead.draft_ids[place or 0], token_id)
+            nodes[path] = _ChainNode(best_at.get(end), token_id)
             if token_id is None:
                 break
             path, end = (*path, token_id), end + self._tokens.num_bytes(token_id)
