@@ -24,12 +24,14 @@ from engine.core.types import ModelInfo, Request, RequestDefaults, SamplingParam
 from engine.core.verifier_table import require_exact
 from engine.draft.checkpoints.load import CheckpointDrafter, load_drafter
 from engine.draft.checkpoints.read import read_checkpoint
-from engine.draft.compatibility import UnreadableDrafter, check_drafter
+from engine.draft.compatibility import UnreadableDrafter, check_drafter, have_same_tokens
 from engine.draft.drafter import Drafter
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.early_exit import Lens, early_exit_drafter
 from engine.draft.models.head import DraftHead
 from engine.draft.models.head_drafter import HeadDrafter
+from engine.draft.models.token_map import token_map
+from engine.draft.models.translating_drafter import TranslatingDrafter
 from engine.draft.models.vocab_padding import RepaddedModel
 from engine.draft.text.long_chains import CHAIN_LENGTHS, LongChainPolicy
 from engine.draft.text.recent_texts import RecentLimits
@@ -60,6 +62,7 @@ from engine.weights.facts import read_facts
 from engine.weights.fingerprint import weights_digest
 from engine.weights.lora import Adapter, read_adapter, require_fitting
 from engine.weights.request_defaults import read_request_defaults
+from engine.weights.vocabulary import read_vocabulary
 
 _logger = logging.getLogger(__name__)
 
@@ -431,7 +434,9 @@ def _model_drafter(reference: str, config: EngineConfig, target: Target, models:
         draft = models.load(reference, config.dtype, target.model.device)
     if draft.has_states:
         raise BadConfiguration(f"draft model {reference}: it has recurrent layers")
-    num_rows = target.model.vocab_size
+    num_rows, folders = target.model.vocab_size, (resolve(config.model).folder, resolve(reference).folder)
+    if not have_same_tokens(*map(read_vocabulary, folders)):
+        return TranslatingDrafter(f"model {reference}", draft, config.scheduler.num_slots, token_map(*folders), num_rows)
     model = draft if draft.vocab_size == num_rows else RepaddedModel(draft, num_rows)
     cache = KVCache(config.scheduler.num_slots, draft.device, target.cache.canary)
     return ModelDrafter(f"model {reference}", model, cache, Feeding.OWN_CACHE)

@@ -1,8 +1,8 @@
 """Checks that a drafter fits a target: vocabulary, end tokens, maximum length. Reads configurations and tokenizers, no weights.
 
-A drafter proposes token ids, so every id must decode to the same string in both models. A drafter that would be useless or cannot
-run is refused, with each difference listed. A difference that only lowers acceptance is a warning, because no draft can change
-the target's distribution.
+A drafter proposes token ids of the target. A draft model whose tokens differ drafts text. A drafter that would be useless or
+cannot run is refused, with each difference listed. A difference that only lowers acceptance is a warning, because no draft can
+change the target's distribution.
 """
 
 import json
@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from engine.core.config import EngineConfig
 from engine.draft.checkpoints.files import UnusableCheckpoint
 from engine.draft.checkpoints.read import read_checkpoint
-from engine.weights import resolve
+from engine.draft.models.token_map import token_map
+from engine.weights import WeightsError, resolve
 from engine.weights.facts import ModelFacts, read_facts
 from engine.weights.fingerprint import RECIPE_KEY, Fingerprint, fingerprint
 from engine.weights.vocabulary import Vocabulary, read_vocabulary
@@ -72,14 +73,30 @@ def compare_models(target: Path, draft: Path, max_model_len: int) -> Compatibili
         f"target {_strings(target_facts.eos_token_ids, target_vocab)}, drafter {_strings(draft_facts.eos_token_ids, draft_vocab)}"
     )
     splits_differently = target_vocab.tokens == draft_vocab.tokens and target_vocab.splitting != draft_vocab.splitting
-    refusals = [
-        *_token_differences(target_vocab, draft_vocab),
-        *_special_differences(target_vocab, draft_vocab),
-        *_unmatched_ends(target_facts, draft_facts, ends),
-        *_too_short(target_facts, draft_facts, max_model_len),
-    ]
     facts = (_facts_line("target", target_facts, target_vocab), _facts_line("drafter", draft_facts, draft_vocab))
-    return Compatibility(facts, tuple(refusals), tuple(_model_warnings(target_facts, draft_facts, ends, splits_differently)))
+    too_short = tuple(_too_short(target_facts, draft_facts, max_model_len))
+    unmatched_ends = tuple(_unmatched_ends(target_facts, draft_facts, ends))
+    differences = (*_token_differences(target_vocab, draft_vocab), *_special_differences(target_vocab, draft_vocab))
+    if differences:
+        return Compatibility(facts, too_short) + _compare_bytes(target, draft, (*differences, *unmatched_ends))
+    warnings = tuple(_model_warnings(target_facts, draft_facts, ends, splits_differently))
+    return Compatibility(facts, (*unmatched_ends, *too_short), warnings)
+
+
+def have_same_tokens(target: Vocabulary, draft: Vocabulary) -> bool:
+    """Return whether every token id has the same string in both models, and is special in both or neither."""
+    return not (any(_token_differences(target, draft)) or any(_special_differences(target, draft)))
+
+
+def _compare_bytes(target: Path, draft: Path, differences: tuple[str, ...]) -> Compatibility:
+    """Compare tokenizers that differ by the bytes of their tokens. The differences are refused if these are unknown."""
+    try:
+        num_shared = len(token_map(target, draft).draft_id_of)
+    except WeightsError as error:
+        return Compatibility((), differences, (str(error),))
+    return Compatibility(
+        (), warnings=(f"the tokenizers differ, so the drafter drafts text: they have {num_shared} tokens in common",)
+    )
 
 
 def compare_fingerprint(target: Path, file: Path) -> Compatibility:

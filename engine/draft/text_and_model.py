@@ -6,14 +6,15 @@ the model, the trunk is fed with it in one pass. A drafter that reads its parent
 begin with cached text continue with cached text alone. Shape key: P proposals, M known tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from engine.core.step_plan import Feeding, Row
 from engine.core.tree import ROOT
-from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
+from engine.core.types import Request
+from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, RequestFollower, TrimmedVocabulary
 from engine.draft.text.mixture import extended_vocabulary, mixtures, vocabulary_of
 from engine.draft.text.text_cache import CachedDistribution, TextCache
 from engine.draft.text.text_drafter import DrafterWithTextCache, distributions_at
@@ -40,6 +41,24 @@ class CombinedDrafter(DrafterWithTextCache):
         self._model = model
         self._vocab_size = vocab_size
         self._device = device
+
+    def begin(self, request: Request, history: Sequence[int]) -> None:
+        """Track a request."""
+        super().begin(request, history)
+        if isinstance(self._model, RequestFollower):
+            self._model.begin(request, history)
+
+    def advance(self, running: Iterable[str]) -> bool:
+        """Learn the committed tokens of these requests; return whether a long chain may start after one of them."""
+        running = [*running]
+        model_has_news = isinstance(self._model, RequestFollower) and self._model.advance(running)
+        return super().advance(running) or model_has_news
+
+    def end(self, request_id: str) -> None:
+        """Stop tracking a request."""
+        super().end(request_id)
+        if isinstance(self._model, RequestFollower):
+            self._model.end(request_id)
 
     def native_grower(self) -> NativeTreeGrower | None:
         """Return the model's grower of ranked trees, with cached text added."""
