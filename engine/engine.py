@@ -186,7 +186,7 @@ class Engine:
         stats, rows = stats_of(record, self._scheduler, self._target), traced_rows(record, probs)
         for observer in self._observers:
             observer.after_step(stats, rows)
-        return StepOutput(with_traces(events, stats, rows), stats)
+        return StepOutput(with_traces(events, stats, rows, self.info.peaks), stats)
 
     def add_observer(self, observer: StepObserver) -> None:
         """Call the observer in every step from now on."""
