@@ -26,6 +26,7 @@ from engine.draft.trees.grow import grow, growers_of, learn
 from engine.draft.trees.grower import Growth
 from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.slot_digests import SlotDigests
+from engine.model.passes import NO_DRAWS
 from engine.model.root_features import RootFeatures
 from engine.model.target import Target
 from engine.scheduler.scheduler import RowResult, Scheduler
@@ -37,7 +38,7 @@ from engine.teacher_forcing import TeacherForcing
 from engine.trace.stats import CommittedRecord, RowOutcome, StepRecord, Stopwatch, stats_of
 from engine.trace.tracer import traced_rows, with_traces
 from engine.trace.tree_probs import traced_probs
-from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of
+from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of, node_draws
 from engine.verify.forest import Forest
 from engine.verify.prompt_logprobs import (
     NO_PROMPT_LOGPROBS,
@@ -248,7 +249,8 @@ class Engine:
         """Run the target over all rows and score prompt tokens whose log-probabilities are requested."""
         scored = scored_prompt_tokens(plan, forest.trees)
         places = [place for one in scored for place in one.sources]
-        all_NV = self._target.forward(plan, forest.trees, places)
+        draws = node_draws(plan.decoding, forest.trees) if self._target.chooses else NO_DRAWS
+        all_NV = self._target.forward(plan, forest.trees, places, draws)
         for observer in self._observers:
             observer.after_forward(plan, forest.trees)
         if not scored:
@@ -258,7 +260,7 @@ class Engine:
 
     def _verify(self, plan: StepPlan, forest: Forest, passed: _TargetPass) -> list[Verdict | VerificationFailure]:
         """Verify the tree of each decoding row. A row whose prompt has non-finite logits fails."""
-        best = self._target.model.likeliest(passed.all_NV, forest.num_nodes)
+        best = self._target.likeliest(passed.all_NV, forest.num_nodes)
         verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best)
         broken = passed.prompts.failed
         return [NOT_FINITE if row.request_id in broken else one for row, one in zip(plan.decoding, verdicts)]

@@ -23,10 +23,10 @@ def test_formats_of_a_gpu_have_rows(tmp_path):
     assert len({one.num_rows for one in found.values()}) == 1
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_known_families_round_as_fused(family, tmp_path):
     """Layers of other families are the module's, which round the inputs of eight-bit layers too."""
     model = precision.of_gpu(model_folder(tmp_path, tiny_module(family)), "fp8")
-    assert (model.fused is not None) == (family != "gemma2")
+    assert (model.fused is not None) == (family != "gemma3")
     assert model.precision == "bfloat16"
     assert any(isinstance(layer, Fp8Linear) for layer in model.module.modules())

@@ -13,7 +13,7 @@ from engine.core.tree import parse_expansion
 from engine.model.causal_lm import adopt
 from engine.native import distributions, noise
 from engine.sampling import device_choice
-from engine.sampling.noise import gumbels, signed
+from engine.sampling.noise import gumbels, signed, uniforms_of
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import run
 from tests.model.mixed import mixed_requests
@@ -33,9 +33,9 @@ def logits_of(num_nodes: int = len(KEYS)) -> Tensor:
 
 
 def by_torch(logits_NV: Tensor, inverse_N: Tensor, keys_N: Tensor) -> Tensor:
-    """Return what the kernels choose, for any device."""
-    keys = [key % (1 << 64) for key in keys_N.numpy().tolist()]
-    scores_NV = logits_NV.double() * inverse_N[:, None] + gumbels(keys, logits_NV.shape[-1])
+    """Return what the kernels choose, on any device and without a look at a number."""
+    noise_NV = -torch.log(-torch.log(uniforms_of(keys_N, logits_NV.shape[-1])))
+    scores_NV = logits_NV.double() * inverse_N[:, None] + noise_NV
     tops = logits_NV.double()
     chosen_N = torch.where(inverse_N > 0, scores_NV.argmax(-1), tops.argmax(-1))
     return torch.stack([tops.amax(-1), tops.argmax(-1).double(), chosen_N.double()], dim=-1)
@@ -103,7 +103,7 @@ def on_a_device(monkeypatch):
     """Take a processor for a GPU whose kernels are their reference."""
     monkeypatch.setattr(distributions, "can_read", lambda _: False)
     monkeypatch.setattr(noise, "can_choose", lambda _: False)
-    monkeypatch.setattr(device_choice, "can_choose", lambda _: True)
+    monkeypatch.setattr(device_choice, "can_choose_on", lambda _: True)
     monkeypatch.setattr(device_choice, "chosen", by_torch)
 
 
