@@ -51,7 +51,7 @@ def growers_of(drafter: Drafter | None, vocab_size: int, device: torch.device) -
     has_waits = device.type != "cpu"  # which cost more than the ranking of levels that a tree does not reach
     if own is None and has_waits and isinstance(drafter, LevelDrafter):
         own = LevelGrower(drafter, vocab_size, device)
-    return (feeder, *([own] if own else ()), _RoundGrower(drafter, vocab_size, device))
+    return (feeder, *([own] if own else ()), RoundGrower(drafter, vocab_size, device))
 
 
 def grow(
@@ -85,7 +85,7 @@ class _RootGrower:
 
 
 @dataclass(frozen=True)
-class _RoundGrower:
+class RoundGrower:
     """Grows trees of every kind with any drafter, in rounds: one draft pass for all frontier nodes of all requests."""
 
     drafter: Drafter

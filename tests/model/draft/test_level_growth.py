@@ -19,7 +19,7 @@ from engine.core.types import SamplingParams
 from engine.draft.drafter import FrontierNode, GrowingTree, LevelDrafter, LevelProposal, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.trees import grow as growth
 from engine.draft.trees.calibration import Calibrations
-from engine.draft.trees.grow import LevelGrower, _RoundGrower, growers_of
+from engine.draft.trees.grow import LevelGrower, RoundGrower, growers_of
 from engine.draft.trees.grower import Growth
 from engine.native import noise
 from tests.model.draft.test_checkpoint_drafters import REQUESTS, checkpoint_engine
@@ -113,7 +113,7 @@ def rows_of(seed: int, count: int) -> list[Row]:
 def grown_by(seed: int, num_levels: int, is_trimmed: bool, count: int) -> tuple[Growth, Growth]:
     """Return the growth by levels and by rounds."""
     drafter, rows = Levels(seed, num_levels, is_trimmed), rows_of(seed, count)
-    growers = (LevelGrower(drafter, V, CPU), _RoundGrower(drafter, V, CPU))
+    growers = (LevelGrower(drafter, V, CPU), RoundGrower(drafter, V, CPU))
     assert growers[0].can_grow(rows)
     return tuple(one.grow(rows, Calibrations(), None) for one in growers)  # type: ignore[return-value]
 
@@ -174,7 +174,7 @@ def test_checkpoints_grow_by_levels(name, tmp_path):
     engine = checkpoint_engine(tmp_path, name, RandomExpansion(3))
     assert isinstance(engine.drafter, LevelDrafter)
     vocab_size, num_compared = engine.info.vocab_size, 0
-    by_level, by_round = (make(engine.drafter, vocab_size, CPU) for make in (LevelGrower, _RoundGrower))
+    by_level, by_round = (make(engine.drafter, vocab_size, CPU) for make in (LevelGrower, RoundGrower))
 
     class Both:
         """Grows by levels and by rounds."""
@@ -199,7 +199,7 @@ def test_growth_by_levels_reads_once(tree, tmp_path, monkeypatch):
     """A wait for each kind of ranking, whatever the depth; in rounds there was one for each level."""
     monkeypatch.setattr(noise, "can_choose", lambda _: False)
     monkeypatch.setattr("engine.draft.trees.sampling._possible_tokens", lambda probs_PM: torch.arange(probs_PM.shape[-1]))
-    by_level, by_round = (reads_of_growth(tmp_path / way.__name__, way, tree) for way in (LevelGrower, _RoundGrower))
+    by_level, by_round = (reads_of_growth(tmp_path / way.__name__, way, tree) for way in (LevelGrower, RoundGrower))
     assert by_level.num_reads <= 2 * by_level.num_steps < by_level.num_rounds
     assert by_level.num_reads < by_round.num_reads
 
@@ -212,7 +212,7 @@ class Reads(NamedTuple):
     num_rounds: int
 
 
-def reads_of_growth(folder: Path, way: type[LevelGrower] | type[_RoundGrower], tree: str) -> Reads:
+def reads_of_growth(folder: Path, way: type[LevelGrower] | type[RoundGrower], tree: str) -> Reads:
     """Run with Medusa heads, and count."""
     engine = checkpoint_engine(folder, "medusa", FixedExpansion(parse_expansion(tree)))
     assert engine.drafter is not None

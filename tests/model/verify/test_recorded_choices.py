@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.model.causal_lm import adopt
 from engine.model.passes import RecordedPasses
 from engine.native import distributions, noise
-from engine.sampling import device_choice
+from engine.sampling import choice_reference, device_choice
 from engine.testing import tiny_engine, tiny_module
 from engine.verify.coupled import noise_keys
 from engine.verify.dispatch import Judge, node_draws
@@ -32,7 +32,6 @@ from tests.model.mixed import PROMPTS, mixed_requests
 from tests.model.paged import random_tree
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, decoding_row
-from tests.model.sampling.test_device_choice import by_torch
 from tests.model.utils.test_host_waits import READS
 
 REQUESTS = [
@@ -48,7 +47,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributions, "can_read", lambda _: False)
     monkeypatch.setattr(noise, "can_choose", lambda _: False)
     monkeypatch.setattr(device_choice, "can_choose_on", lambda _: True)
-    monkeypatch.setattr(device_choice, "chosen", by_torch)
+    monkeypatch.setattr(device_choice, "chosen", choice_reference.chosen)
 
 
 def engine_of(policy=None) -> Engine:
@@ -174,7 +173,7 @@ def test_device_verdicts_are_the_hosts(seed):
     logits_NV = torch.randn(forest.num_nodes, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
     draws = node_draws(rows, trees)
     inverse_N, keys_N = torch.tensor(draws.inverse_temperatures, dtype=torch.float64), torch.tensor(draws.signed_keys)
-    made = device_choice.read(by_torch(logits_NV, inverse_N, keys_N))
+    made = device_choice.read(choice_reference.chosen(logits_NV, inverse_N, keys_N))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributions, "can_read", lambda _: False)
         expected = Judge().judge(rows, forest, logits_NV)
