@@ -42,6 +42,8 @@ from engine.testing import tiny_engine
 from engine.weights.layer_sizes import key_bytes
 
 _PROMPT = 32
+# A plugin that is missing leaves its settings unknown, and another version of a library warns of other things.
+LENIENT = ("-o", "addopts=", "-o", "filterwarnings=default")
 _NEEDED_BY_TESTS = ("pytest", "beartype", "hypothesis", "httpx", "openai", "xdist")
 
 
@@ -139,9 +141,7 @@ def _tests(session: Session) -> None:
     if missing := [name for name in _NEEDED_BY_TESTS if importlib.util.find_spec(name) is None]:
         session.figures.add("tests", left_out=f"missing: {', '.join(missing)}")
         return
-    # A plugin that is missing leaves its settings unknown, and another version of a library warns of other things.
-    lenient = ["-o", "addopts=", "-o", "filterwarnings=default"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *lenient, "tests/gpu", "-x"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *LENIENT, "tests/gpu", "-x"]
     _command(session, "tests", command)
 
 
@@ -471,6 +471,7 @@ def _races(session: Session) -> None:
         "pytest",
         "-q",
         "-x",
+        *LENIENT,
         *tests,
     ]
     _command(session, "races", command)

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.gpu import session
 from benchmarks.gpu.models import TINY, counting_model
+from benchmarks.gpu.session_parts import LENIENT
 from engine.core.policy import PlainDecoding
 from engine.testing import tiny_engine
 from tests.model.driving import greedy, run
@@ -97,24 +98,6 @@ def test_answers_are_known_in_every_format(linears):
     assert texts["one"] == [*range(34, 43)]
 
 
-TINY_RUN = [sys.executable, "-m", "benchmarks.gpu", "session", "--device", "cpu", "--tiny"]
-
-
-def run_tiny(path: Path, *more: str, script: str = "") -> "subprocess.CompletedProcess[str]":
-    """Run a session whose worker first runs a script, which may break what it likes."""
-    folder = path.parent / "injected"
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(f"import sys\nif '--worker' in sys.orig_argv:\n    {script or 'pass'}\n")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{folder}:{Path.cwd()}"}
-    command = [*TINY_RUN, "--out", str(path.with_suffix("")), *more]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-def patched(name: str, body: str) -> str:
-    """Return a script that replaces a part of the session, once its module is imported."""
-    return f"exec({PATCH!r}.format(name={name!r}, body={body!r}))"
-
-
 PATCH = """
 import importlib.abc, importlib.util, sys
 class Finder(importlib.abc.MetaPathFinder):
@@ -126,48 +109,61 @@ class Finder(importlib.abc.MetaPathFinder):
         made = spec.loader.exec_module
         def load(module):
             made(module)
-            def broken(session):
-                {body}
-            module._PARTS["{name}"] = broken
+            for name, body in {bodies!r}.items():
+                exec("def broken(session): " + body, vars(module))
+                module._PARTS[name] = module.broken
         spec.loader.exec_module = load
         return spec
 sys.meta_path.insert(0, Finder())
 """
+BROKEN = {  # parts that fail, and the reasons that are written
+    "exact": ("raise ValueError('wrong')", "ValueError: wrong"),
+    "waits": ("import os; os._exit(7)", "its worker ended with 7"),
+    "pages": ("session.end_s = 0.0; session.is_late", session.LATE),
+    "fused": ("import os; os.kill(os.getpid(), 11)", "its worker ended with -11"),
+}
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("raise ValueError('wrong')", "ValueError: wrong"),
-        ("import os; os._exit(7)", "its worker ended with 7"),
-        ("import os; os.kill(os.getpid(), 11)", "its worker ended with -11"),
-        ("raise MemoryError", "MemoryError: "),
-        ("session.end_s = 0.0; session.is_late", session.LATE),
-    ],
-)
-def test_a_broken_part_leaves_the_others(body, reason, tmp_path):
-    """It raises, ends its process, or is late. The table has all others, and the status is 0."""
-    path = tmp_path / "found.jsonl"
-    done = run_tiny(path, "--only", "exact", "pages", "races", script=patched("pages", body))
-    assert done.returncode == 0, done.stderr
+def test_broken_parts_leave_the_others(tmp_path, monkeypatch, capsys):
+    """They raise, end their process or are late. The table has all others; in the next session the late one goes on."""
+    path, parts = tmp_path / "found.jsonl", [*BROKEN, "races"]
+    (tmp_path / "sitecustomize.py").write_text(PATCH.format(bodies={name: body for name, (body, _) in BROKEN.items()}))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+    command = ["--device", "cpu", "--tiny", "--out", str(tmp_path / "found"), "--only", *parts]
+    session.main(command)
     ended = {one["name"]: one.get("left_out") for one in figures_of(path) if one["part"] == "ended"}
-    assert ended == {"exact": None, "pages": reason, "races": None}
-    assert f"left out: {reason}" in done.stdout
-    again = run_tiny(path, "--only", "exact", "pages", "races")
-    is_open = reason == session.LATE
-    assert again.returncode == 0
-    assert (f"left out: {reason}" in again.stdout) != is_open
-    assert ("pages of 16" in again.stdout) == is_open
+    assert ended == {**{name: reason for name, (_, reason) in BROKEN.items()}, "races": None}
+    text = capsys.readouterr().out
+    assert all(f"left out: {reason}" in text for reason in ended.values() if reason)
+    (tmp_path / "sitecustomize.py").unlink()
+    session.main(command)
+    text = capsys.readouterr().out
+    assert "pages of 16" in text
+    assert f"left out: {session.LATE}" not in text
+    assert "left out: ValueError: wrong" in text
 
 
-def test_a_worker_that_cannot_begin_ends_the_session(tmp_path):
-    """Its table is written nevertheless: of what was found before."""
-    path = tmp_path / "found.jsonl"
-    session._append(path, {"part": "exact", "case": "before", "value": 1.0})
-    done = run_tiny(path, "--only", "exact", script="import os; os._exit(3)")
-    assert done.returncode == 1
-    assert "no part began: its worker ended with 3" in done.stderr
-    assert "before" in done.stdout
+def test_a_session_without_workers_ends(tmp_path, monkeypatch, capsys):
+    """Its table is written nevertheless, of what was found before."""
+    session._append(tmp_path / "found.jsonl", {"part": "exact", "case": "before", "value": 1.0})
+    started, popen = [], subprocess.Popen
+
+    def failing(command):
+        started.append(command)
+        return popen([sys.executable, "-c", "raise SystemExit(3)"])
+
+    monkeypatch.setattr(subprocess, "Popen", failing)
+    with pytest.raises(SystemExit, match="no part began: its worker ended with 3"):
+        session.main(["--device", "cpu", "--tiny", "--out", str(tmp_path / "found"), "--only", "exact"])
+    assert len(started) == 1
+    assert "before" in capsys.readouterr().out
+
+
+def test_missing_packages_are_named_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "NEEDED", ("torch", "no_such_package", "nor_this"))
+    with pytest.raises(SystemExit, match="missing: no_such_package, nor_this"):
+        session.main(["--device", "cpu", "--tiny", "--out", str(tmp_path / "found")])
 
 
 def test_a_torn_line_is_skipped(tmp_path):
@@ -190,14 +186,9 @@ def test_late_parts_are_open_in_the_next_session(tmp_path):
     assert session._open_parts(path, only) == ["decode"]
 
 
-def test_tests_run_without_plugins():
-    """A GPU machine lacks pytest-asyncio, whose settings are then unknown."""
-    from benchmarks.gpu import session_parts
-
-    source = Path(session_parts.__file__).read_text()
-    lenient = ["-o", "addopts=", "-o", "filterwarnings=default"]
-    assert json.dumps(lenient) in source
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "tests/gpu/test_fused.py"]
-    strict, found = (subprocess.run([*command, *more], capture_output=True, text=True, check=False) for more in ((), lenient))
-    assert "Unknown config option: asyncio_mode" in strict.stdout + strict.stderr
-    assert found.returncode == 0, found.stdout + found.stderr
+@pytest.mark.slow
+def test_device_tests_start_without_plugins():
+    """A GPU machine lacks pytest-asyncio, whose settings are then unknown, which strict configurations refuse."""
+    given = ["-p", "no:cacheprovider", "-p", "no:asyncio", *LENIENT, "tests/gpu/test_fused.py"]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", *given], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
