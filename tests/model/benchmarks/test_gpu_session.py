@@ -176,7 +176,7 @@ def test_a_torn_line_is_skipped(tmp_path):
     assert len(session.read_figures(path)) == 2
 
 
-def test_late_parts_are_open_in_the_next_session(tmp_path):
+def test_late_parts_are_open_again_later(tmp_path):
     """In this one they have ended, or it would not end."""
     path, only = tmp_path / "found.jsonl", ["exact", "decode", "verify"]
     for figure in ({"name": "exact"}, {"name": "decode", "left_out": session.LATE}, {"name": "verify", "left_out": "it broke"}):
