@@ -162,7 +162,7 @@ function circumstances(step) {
 
 // What the step's pass read and multiplied, over the whole step's time.
 function roofline(step) {
-  const read = `${(step.read_bytes / 1e9).toFixed(2)} GB read, ${percent(step.bandwidth_share)} of this machine's bandwidth`;
+  const read = `${(step.read_bytes / 1e9).toFixed(2)} GB read, ${percent(step.bandwidth_share)} of this machine’s bandwidth`;
   return `${read}; ${(step.operations / 1e9).toFixed(1)} G operations, ${percent(step.compute_share)} of its peak`;
 }
 
