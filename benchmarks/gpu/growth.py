@@ -11,6 +11,7 @@ from engine.core.types import SamplingParams
 from engine.draft.drafter import FrontierNode, LevelProposal, ModelPasses, Proposal
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import LevelGrower, RoundGrower
+from engine.draft.trees.grower import TreeGrower
 
 _TREE = Expansion(0, 8, 8, "noise_aware", 16)
 _ROOT = 40  # position
@@ -49,7 +50,10 @@ def level_growers(device: torch.device, num_rows: int, is_tiny: bool) -> dict[st
     """Return the growth of one step's trees in both ways."""
     vocab_size = 100 if is_tiny else 151_936
     drafter, rows = RandomLevels(vocab_size, device), [_row(index) for index in range(num_rows)]
-    growers = {"rounds": RoundGrower(drafter, vocab_size, device), "levels": LevelGrower(drafter, vocab_size, device)}
+    growers: dict[str, TreeGrower] = {
+        "rounds": RoundGrower(drafter, vocab_size, device),
+        "levels": LevelGrower(drafter, vocab_size, device),
+    }
     return {name: partial(grower.grow, rows, Calibrations(), None) for name, grower in growers.items()}
 
 

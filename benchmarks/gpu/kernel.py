@@ -127,8 +127,8 @@ def time_pages(
 def _dense(layer: Layer, dtype: torch.dtype, device: torch.device, sizes: tuple[int, int, int]) -> Callable[[], Tensor]:
     num_rows, num_nodes, context = sizes
     query = torch.randn(num_rows, layer.num_heads * layer.num_shared, num_nodes, layer.size, device=device).to(dtype)
-    pairs = torch.randn(2, num_rows, layer.num_heads, context + num_nodes, layer.size, device=device).to(dtype)
-    return partial(functional.scaled_dot_product_attention, query, *pairs, enable_gqa=True)
+    keys, values = torch.randn(2, num_rows, layer.num_heads, context + num_nodes, layer.size, device=device).to(dtype)
+    return lambda: functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
 
 def _repeated(run: Callable[[], Tensor]) -> None:

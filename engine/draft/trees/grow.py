@@ -47,7 +47,7 @@ def growers_of(drafter: Drafter | None, vocab_size: int, device: torch.device) -
     if drafter is None:
         return (feeder,)
     native = drafter.native_grower() if isinstance(drafter, HasNativeGrower) else None
-    own = drafter if isinstance(drafter, TreeGrower) else native
+    own: TreeGrower | None = drafter if isinstance(drafter, TreeGrower) else native
     has_waits = device.type != "cpu"  # which cost more than the ranking of levels that a tree does not reach
     if own is None and has_waits and isinstance(drafter, LevelDrafter):
         own = LevelGrower(drafter, vocab_size, device)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import session
+from benchmarks.gpu.figures import read_figures
 from benchmarks.gpu.models import TINY, counting_model
 from benchmarks.gpu.session_parts import LENIENT
 from engine.core.policy import PlainDecoding
@@ -173,7 +174,7 @@ def test_a_torn_line_is_skipped(tmp_path):
     session._append(path, {"part": "ended", "name": "exact"})
     assert session._begun(path) is None
     assert session._open_parts(path, ["exact", "decode"]) == ["decode"]
-    assert len(session.read_figures(path)) == 2
+    assert len(read_figures(path)) == 2
 
 
 def test_late_parts_are_open_again_later(tmp_path):

@@ -16,7 +16,7 @@ from engine.core.policy import FixedExpansion
 from engine.core.step_plan import Feeding, Row
 from engine.core.tree import parse_expansion
 from engine.core.types import SamplingParams
-from engine.draft.drafter import FrontierNode, GrowingTree, LevelDrafter, LevelProposal, ModelPasses, Proposal, TrimmedVocabulary
+from engine.draft.drafter import FrontierNode, GrowingTree, LevelProposal, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.trees import grow as growth
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import LevelGrower, RoundGrower, growers_of
@@ -26,7 +26,7 @@ from tests.model.draft.test_checkpoint_drafters import REQUESTS, checkpoint_engi
 from tests.model.driving import greedy, run, sampled
 from tests.model.kv_cache.test_kv_cache import RandomExpansion
 from tests.model.passes import CPU
-from tests.model.rows import GREEDY, decoding_row
+from tests.model.rows import GREEDY, TableDrafter, decoding_row
 from tests.model.utils.test_host_waits import READS
 
 V, M = 20, 14
@@ -172,9 +172,9 @@ def test_edited_rows_grow_in_rounds(change):
 def test_checkpoints_grow_by_levels(name, tmp_path):
     """Step by step over real drafters, whose growth by rounds is compared; prompts in chunks are fed too."""
     engine = checkpoint_engine(tmp_path, name, RandomExpansion(3))
-    assert isinstance(engine.drafter, LevelDrafter)
+    assert engine.drafter is not None
     vocab_size, num_compared = engine.info.vocab_size, 0
-    by_level, by_round = (make(engine.drafter, vocab_size, CPU) for make in (LevelGrower, RoundGrower))
+    by_level, by_round = (make(engine.drafter, vocab_size, CPU) for make in (LevelGrower, RoundGrower))  # type: ignore[arg-type]
 
     class Both:
         """Grows by levels and by rounds."""
@@ -245,11 +245,4 @@ def test_only_devices_grow_by_levels():
     drafter = Levels(0, 3, False)
     assert not any(isinstance(one, LevelGrower) for one in growers_of(drafter, V, CPU))
     assert isinstance(growers_of(drafter, V, torch.device("meta"))[1], LevelGrower)
-    assert not any(isinstance(one, LevelGrower) for one in growers_of(NoLevels(), V, torch.device("meta")))
-
-
-class NoLevels:
-    """A drafter of rounds."""
-
-    name, feeding = "rounds", Feeding.TARGET_CACHE
-    feed = extend = Levels.extend
+    assert not any(isinstance(one, LevelGrower) for one in growers_of(TableDrafter(torch.zeros(V, V)), V, torch.device("meta")))
