@@ -172,9 +172,9 @@ class Engine:
         growth = self._grow(plan)  # 2. Grow a tree for each decoding row.
         watch.lap("draft")
         passed = self._forward(plan, growth.forest)  # 3. Run one tree-masked pass of the target over all rows.
-        watch.lap("verify")
+        watch.lap("forward")
         verdicts = self._verify(plan, growth.forest, passed)  # 4. Verify each tree.
-        watch.lap("judge")
+        watch.lap("verify")
         probs = traced_probs(plan.decoding, growth, verdicts, passed.nodes_NV, self.grammars)
         watch.lap("trace")
         outcomes, events = self._commit(plan, growth, passed, verdicts)  # 5. Keep the accepted paths and emit their tokens.

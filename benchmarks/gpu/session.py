@@ -63,6 +63,7 @@ def main(arguments: list[str]) -> None:
         return
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SystemExit(f"missing: {', '.join(missing)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     _append(path, {"part": "session"})
     for name in args.again:
         _append(path, {"part": "again", "name": name})

@@ -89,6 +89,7 @@ class Session:
         """Return the bytes a second that the machine reads at most, measured once."""
         if self._peaks is None:
             self._peaks = measured_peaks(model)
+            assert self._peaks is not None, "no memory to measure peaks"
             for name, value in (("bytes", self._peaks.bytes_per_s), ("operations", self._peaks.operations_per_s)):
                 self.figures.add("decode", case=f"peak of {name}", value=value, unit="a second")
         return self._peaks.bytes_per_s

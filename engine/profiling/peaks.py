@@ -1,5 +1,6 @@
 """The two bounds of a roofline on this machine: what it reads, and what a layer of the model's kind multiplies at most."""
 
+import logging
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,8 +14,11 @@ from engine.model.fp8 import Fp8Linear
 from engine.model.linear_backends import PackedLinear, linear_of
 from engine.native.decoder import NativeDecoder
 from engine.native.linear import PackedWeights
+from engine.utils.one_line import one_line
 
-_READ_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # more than caches hold
+_logger = logging.getLogger(__name__)
+_READ_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}  # more than caches hold
+_COPIES = 16  # on a GPU, so that a launch takes little of the time
 _WIDTHS = {"cpu": 1024, "cuda": 4096}  # of a layer that is multiplied, and its rows
 _ROWS = {"cpu": 128, "cuda": 4096}
 _RUNS = 4
@@ -27,13 +31,20 @@ class _Work(NamedTuple):
     amount: int
 
 
-def measured_peaks(model: CausalModel) -> Peaks:
-    """Return the most bytes and operations a second, of a few runs each."""
-    with torch.inference_mode():
-        reading = _reading(model)
-        num_bytes = _most(reading, model.device)
-        del reading  # frees its memory before more is taken
-        return Peaks(num_bytes, _most(_multiplying(model), model.device))
+def measured_peaks(model: CausalModel) -> Peaks | None:
+    """Return the most bytes and operations a second, of a few runs each; None if there is no memory for them."""
+    try:
+        with torch.inference_mode():
+            reading = _reading(model)
+            num_bytes = _most(reading, model.device)
+            del reading  # frees its memory before more is taken
+            return Peaks(num_bytes, _most(_multiplying(model), model.device))
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        _logger.info("the machine's peaks are not measured: %s", one_line(error))
+        return None
+    finally:
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _reading(model: CausalModel) -> _Work:
@@ -41,7 +52,12 @@ def _reading(model: CausalModel) -> _Work:
     if device.type == "cuda":
         source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        return _Work(lambda: target.copy_(source), num_bytes)  # half of it is read, the other half written
+
+        def copy() -> None:
+            for _ in range(_COPIES):
+                target.copy_(source)
+
+        return _Work(copy, _COPIES * num_bytes)  # half of it is read, the other half written
     width = 4096
     if model.native is not None:
         weights = PackedWeights.zeros(width, num_bytes // (4 * width))

@@ -83,7 +83,7 @@ def choices(logits_NV: Float[Tensor, "N V"], temperatures: Sequence[float], keys
 def chosen_of_table(logits_NV: Float[Tensor, "N V"], batch: PagedBatch) -> Float[Tensor, "N 3"]:
     """Return the choices of a table's output tokens, whose last columns are NodeDraws.columns. The host is not waited for."""
     inverse_N, keys_N = batch.wide_outputs(len(batch.columns.outputs) - NUM_COLUMNS)
-    return chosen(logits_NV, inverse_N.view(torch.float64), keys_N)
+    return chosen(logits_NV.contiguous(), inverse_N.view(torch.float64), keys_N)
 
 
 def read(chosen_N3: Float[Tensor, "N 3"]) -> list[NodeChoice]:

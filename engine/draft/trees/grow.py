@@ -40,6 +40,8 @@ from engine.utils.host_transfer import integers
 from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict, VerificationFailure
 
+_MOST_RANKED = 256  # distributions, which are in memory together
+
 
 def growers_of(drafter: Drafter | None, vocab_size: int, device: torch.device) -> tuple[TreeGrower, ...]:
     """Return the ways to grow trees, the fastest first. Without a drafter, all trees are roots."""
@@ -115,9 +117,11 @@ class LevelGrower:
     device: torch.device
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
-        """Return whether no tree samples or edits."""
+        """Return whether no tree samples or edits, and the ranked distributions are few."""
         drafting = [row for row in rows if row.is_decoding and not row.expansion.is_plain]
-        return all(row.draw_kind in RANKED_KINDS and not row.sampling.edits_logits for row in drafting)
+        most_levels = max((row.expansion.max_depth for row in drafting), default=0)
+        is_ranked = all(row.draw_kind in RANKED_KINDS and not row.sampling.edits_logits for row in drafting)
+        return is_ranked and len(drafting) * most_levels <= _MOST_RANKED
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
         """Feed the drafter the missing tokens and grow every decoding row's tree by its strategy."""

@@ -168,6 +168,14 @@ def test_edited_rows_grow_in_rounds(change):
     assert grower.can_grow([replace(row, expansion=parse_expansion("0.1.0"))])
 
 
+def test_many_levels_grow_in_rounds():
+    """All are in memory together: a distribution of 150,000 tokens takes several megabytes to rank."""
+    grower, row = LevelGrower(Levels(0, 3, False), V, CPU), decoding_row(sampling=GREEDY, verifier="coupled")
+    deep, plain = (replace(row, expansion=parse_expansion(tree)) for tree in ("16.1.0", "0.1.0"))
+    assert grower.can_grow([deep] * 16 + [plain] * 99)
+    assert not grower.can_grow([deep] * 17)
+
+
 @pytest.mark.parametrize("name", ["medusa", "dflash", "dflash of a window"])
 def test_checkpoints_grow_by_levels(name, tmp_path):
     """Step by step over real drafters, whose growth by rounds is compared; prompts in chunks are fed too."""

@@ -46,12 +46,26 @@ def test_peaks_are_of_the_models_kind(kind, monkeypatch):
     monkeypatch.setattr(peaks, "_most", watched)
     model = adopt(tiny_module("llama"), CPU, kind)
     found = peaks.measured_peaks(model)
+    assert found is not None
     assert found.bytes_per_s > 1e8
     assert found.operations_per_s > 1e8
     expected = {"plain": nn.Linear, "packed": PackedLinear, "fp8": Fp8Linear}.get(kind)
     assert expected is None or expected in {type(one) for one in layers}
     if model.native is not None:
         assert model.native.parts.head.number in {getattr(one, "number", None) for one in layers}
+
+
+@pytest.mark.parametrize("error", [MemoryError("none left"), torch.OutOfMemoryError("none left")])
+def test_full_memory_leaves_peaks_out(error, monkeypatch, caplog):
+    """A server that fits must start: on a GPU its cache may have taken what the copies need."""
+
+    def full(_):
+        raise error
+
+    monkeypatch.setattr(peaks, "_reading", full)
+    caplog.set_level("INFO")
+    assert peaks.measured_peaks(adopt(tiny_module("llama"), CPU)) is None
+    assert "peaks are not measured: none left" in caplog.text
 
 
 def test_a_step_reports_its_shares():
