@@ -120,7 +120,7 @@ class RecordedPasses:
     @property
     def method(self) -> str:
         """How passes run, including the kind of recordings."""
-        return f"torch's, padded, {self._recorder.name}"
+        return f"torch's, padded, {self._recorder.name}{', choosing' if self.chooses else ''}"
 
     def run(self, batch: PackedBatch, rows: Sequence[int], draws: NodeDraws = NO_DRAWS) -> Float[Tensor, "N V"]:
         """Return float32 logits of the packed tokens in `rows`; the first of them have `draws`."""

@@ -19,6 +19,7 @@ from engine.model.causal_lm import adopt
 from engine.model.passes import RecordedPasses
 from engine.native import distributions, noise
 from engine.sampling import choice_reference, device_choice
+from engine.sampling.device_choice import NodeDraws
 from engine.testing import tiny_engine, tiny_module
 from engine.verify.coupled import noise_keys
 from engine.verify.dispatch import Judge, node_draws
@@ -30,9 +31,10 @@ from tests.model.attention.test_static_steps import LIMITS
 from tests.model.driving import greedy, run, sampled
 from tests.model.kv_cache.test_kv_cache import RandomExpansion
 from tests.model.mixed import PROMPTS, mixed_requests
-from tests.model.paged import random_tree
+from tests.model.paged import needs_triton, random_tree
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, decoding_row
+from tests.model.sampling.test_device_choice import KEYS, TEMPERATURES, logits_of
 from tests.model.utils.test_host_waits import READS
 
 REQUESTS = [
@@ -157,6 +159,20 @@ def test_wide_columns_keep_all_bits(numbers, padding):
     parts = [np.zeros(padding + count), np.zeros(count), low, high]
     batch = PagedBatch(torch.from_numpy(np.concatenate(parts).astype(np.int32)), Shape(padding + count, count), columns)
     assert batch.wide_outputs(1).tolist() == [numbers]
+
+
+@needs_triton
+@pytest.mark.parametrize("padding", [0, 1, 3])
+def test_kernels_choose_by_the_table(padding):
+    """By Triton's interpreter; rows of padding, whose columns are zeros, choose their arg max."""
+    count = len(KEYS) + padding
+    logits_NV, shape = logits_of(count), Shape(count, count)
+    parts = [np.zeros(count, dtype=np.int64), *NodeDraws(TEMPERATURES, KEYS).columns(count)]
+    columns = TableColumns(tokens=(), outputs=(0,) * len(parts))
+    batch = PagedBatch(torch.from_numpy(np.concatenate(parts).astype(np.int32)), shape, columns)
+    found = device_choice.read(device_choice.chosen_of_table(logits_NV, batch))
+    assert found[: len(KEYS)] == device_choice.choices(logits_NV[: len(KEYS)], TEMPERATURES, KEYS)
+    assert [one.token_id for one in found[len(KEYS) :]] == logits_NV[len(KEYS) :].argmax(-1).tolist()
 
 
 @settings(max_examples=60)
