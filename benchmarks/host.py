@@ -30,10 +30,10 @@ from server.settings import load_settings
 
 _OF_HEAD = "latebranch_decode of a draft head"
 _PASSES = {"target's pass": ("latebranch_decode",), "draft passes": ("latebranch_grow_round", _OF_HEAD)}
-_LOOPS = "judging's loops"
-_OF_JUDGING = ("latebranch_likeliest", "latebranch_walk", "latebranch_probs", "latebranch_choose")
-_STAGES = ("follow", "choose", "plan", "draft", "verify", "judge", "trace", "commit", "learn", "report")
-_WITHIN = {"verify": "target's pass", "draft": "draft passes", "judge": _LOOPS}  # parts of a stage that are reported separately
+_LOOPS = "loops of verification"
+_OF_VERIFICATION = ("latebranch_likeliest", "latebranch_walk", "latebranch_probs", "latebranch_choose")
+_STAGES = ("follow", "choose", "plan", "draft", "forward", "verify", "trace", "commit", "learn", "report")
+_WITHIN = {"forward": "target's pass", "draft": "draft passes", "verify": _LOOPS}  # parts of a stage that are reported separately
 _HEADS = (*_PASSES, _LOOPS, *_STAGES)
 
 
@@ -94,7 +94,7 @@ class Profiled:
         laps, native = dict(_watches[-1].laps), self._timed.taken()
         laps["report"] = seconds - sum(laps.values())
         parts = {name: sum(native[function] for function in functions) for name, functions in _PASSES.items()}
-        parts[_LOOPS] = sum(native[function] for function in _OF_JUDGING)
+        parts[_LOOPS] = sum(native[function] for function in _OF_VERIFICATION)
         parts |= {stage: laps[stage] - (parts[_WITHIN[stage]] if stage in _WITHIN else 0.0) for stage in _STAGES}
         self.steps.append(Step(output.stats, seconds, parts))
         return output

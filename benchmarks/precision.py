@@ -4,14 +4,16 @@
 
 prints two tables and, last, one line of JSON. The first: mean KL divergence from float32's distribution (nats), mean total
 variation, how often the arg max agrees, and of how many rows the logits change with the passes they are computed in (one token
-at a time, or all at once; none where our library runs the model). The second: how many times faster than bfloat16 a pass over
-so many tokens is, precisions in turn: the median over the repeats of the ratio within one, and its quartiles.
+at a time, or all at once; none where our library runs the model). Rows of a GPU are computed here, by torch operations that
+round as its passes do. The second: how many times faster than bfloat16 a pass over so many tokens is, precisions in turn: the
+median over the repeats of the ratio within one, and its quartiles.
 """
 
 import argparse
 import json
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,19 +21,24 @@ import torch
 from torch import Tensor
 
 from engine.attention.packing import pack
+from engine.attention.paged.reference import attend
 from engine.attention.segments import chain_segment
 from engine.kv_cache.kv_cache import KVCache
-from engine.model.causal_lm import CausalModel, load_model
-from engine.model.linear_backends import fastest_linears
+from engine.model.causal_lm import CausalModel, adopt, load_model, weights_dtype
+from engine.model.fused.decoder import FusedDecoder
+from engine.model.fused.reference import TorchOperations
+from engine.model.linear_backends import FP8, fastest_linears
+from engine.native.decoder import UnknownDecoder
 from engine.native.linear import QUANTISED
 from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve
-from engine.weights.pretrained import load_tokenizer
+from engine.weights.pretrained import load_module, load_tokenizer
 from server.cli.bench_prompts import load_prompts
 from server.text.chat_ids import chat_ids
 
 _CPU = torch.device("cpu")
 _PRECISIONS = ("float32", "bfloat16", *QUANTISED)
+_OF_GPU = {"GPU bfloat16": "bfloat16", "GPU fp8": FP8}
 _CONTEXT = 128  # tokens before those of a timed pass
 
 
@@ -71,15 +78,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     found = [one for name in args.models for one in differences(name, Path(args.prompts), args.num_prompts, args.max_tokens)]
-    print(f"{'model':<20}{'precision':<10}{'rows':>6}{'KL':>9}{'TV':>8}{'arg max':>9}{'changed':>9}")
+    print(f"{'model':<20}{'precision':<14}{'rows':>6}{'KL':>9}{'TV':>8}{'arg max':>9}{'changed':>9}")
     for one in found:
         figures = f"{one.divergence:>9.4f}{one.variation:>8.4f}{one.agreement:>9.3f}{one.changed_rows:>9.3f}"
-        print(f"{one.model:<20}{one.precision:<10}{one.num_rows:>6}{figures}")
+        print(f"{one.model:<20}{one.precision:<14}{one.num_rows:>6}{figures}")
     speeds = [one for name in args.models for one in _speeds(name, args.widths, args.repeats)]
-    print(f"\n{'model':<20}{'precision':<10}{'tokens':>7}{'times as fast as bfloat16':>34}")
+    print(f"\n{'model':<20}{'precision':<14}{'tokens':>7}{'times as fast as bfloat16':>34}")
     for speed in speeds:
         spread = f"{speed.ratio:.2f} ({speed.low:.2f} to {speed.high:.2f})"
-        print(f"{speed.model:<20}{speed.precision:<10}{speed.num_tokens:>7}{spread:>34}")
+        print(f"{speed.model:<20}{speed.precision:<14}{speed.num_tokens:>7}{spread:>34}")
     print(json.dumps({"laws": [asdict(one) for one in found], "speeds": [asdict(one) for one in speeds]}))
 
 
@@ -93,11 +100,22 @@ def differences(name: str, prompts: Path, num_prompts: int, max_tokens: int) -> 
     texts = [_written(exact, list(ids), max_tokens) for ids in written]
     probs = [_logits(exact, text, len(text)).log_softmax(-1) for text in texts]
     del exact
-    return [_difference(name, folder, precision, texts, probs) for precision in _PRECISIONS]
+    return [_difference(name, folder, precision, texts, probs) for precision in (*_PRECISIONS, *_OF_GPU)]
+
+
+def of_gpu(folder: Path, dtype: str) -> CausalModel:
+    """Return a model whose passes round as on a GPU: in bfloat16, by fused layers if its family is known."""
+    module = load_module(folder, dtype=weights_dtype(dtype), attn_implementation="eager")
+    model = adopt(module, _CPU, FP8 if dtype == FP8 else "plain")
+    with suppress(UnknownDecoder):
+        model.fused = FusedDecoder(model.module, TorchOperations(), attend)
+        model.attend = attend
+    return model
 
 
 def _difference(name: str, folder: Path, precision: str, texts: list[list[int]], probs: list[Tensor]) -> Difference:
-    model = load_model(folder, precision, _CPU, fastest_linears(_CPU))
+    is_own = precision in _PRECISIONS
+    model = load_model(folder, precision, _CPU, fastest_linears(_CPU)) if is_own else of_gpu(folder, _OF_GPU[precision])
     rows = []
     pairs = list(zip(texts, probs, strict=True))
     for text, exact_TV in progress_bar(pairs, what=f"{name}, {precision}", total=len(pairs), unit="text"):

@@ -53,6 +53,7 @@ from engine.model.stored_model import load_stored
 from engine.model.target import Target
 from engine.native import library
 from engine.plain_comparison import PlainComparison
+from engine.profiling.peaks import measured_peaks
 from engine.profiling.step_timer import StepTimer
 from engine.structured_output.grammars import CompiledGrammars, vocabulary_loader
 from engine.trace.file import TraceFile
@@ -168,9 +169,11 @@ def _round_alike(model: CausalModel, config: EngineConfig) -> None:
 
 def build_served(config: EngineConfig, adaptive: PolicyFactory | None = None) -> Engine | AuditedEngine:
     """Return the engine that a worker runs, wrapped in the audit if that is enabled. Raises the errors of `build_engine`."""
+    reads_module = bool(config.audit_share) or config.drafter == "early-exit"
+    engine = build_engine(config, adaptive, load=load_whole if reads_module else load_prepared)
+    engine.info = replace(engine.info, peaks=measured_peaks(engine.target.model))
     if not config.audit_share:
-        return build_engine(config, adaptive, load=load_whole if config.drafter == "early-exit" else load_prepared)
-    engine = build_engine(config, adaptive)
+        return engine
     tolerance = tie_tolerance(config.dtype, engine.info.has_same_bits)
     auditor = Auditor(config.audit_share, config.audit_tokens, tolerance, secrets.randbits(63), engine.grammars)
     return AuditedEngine(engine, auditor)

@@ -26,6 +26,7 @@ from engine.draft.trees.grow import grow, growers_of, learn
 from engine.draft.trees.grower import Growth
 from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.slot_digests import SlotDigests
+from engine.model.passes import NO_DRAWS
 from engine.model.root_features import RootFeatures
 from engine.model.target import Target
 from engine.scheduler.scheduler import RowResult, Scheduler
@@ -37,7 +38,7 @@ from engine.teacher_forcing import TeacherForcing
 from engine.trace.stats import CommittedRecord, RowOutcome, StepRecord, Stopwatch, stats_of
 from engine.trace.tracer import traced_rows, with_traces
 from engine.trace.tree_probs import traced_probs
-from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of
+from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of, node_draws
 from engine.verify.forest import Forest
 from engine.verify.prompt_logprobs import (
     NO_PROMPT_LOGPROBS,
@@ -172,9 +173,9 @@ class Engine:
         growth = self._grow(plan)  # 2. Grow a tree for each decoding row.
         watch.lap("draft")
         passed = self._forward(plan, growth.forest)  # 3. Run one tree-masked pass of the target over all rows.
-        watch.lap("verify")
+        watch.lap("forward")
         verdicts = self._verify(plan, growth.forest, passed)  # 4. Verify each tree.
-        watch.lap("judge")
+        watch.lap("verify")
         probs = traced_probs(plan.decoding, growth, verdicts, passed.nodes_NV, self.grammars)
         watch.lap("trace")
         outcomes, events = self._commit(plan, growth, passed, verdicts)  # 5. Keep the accepted paths and emit their tokens.
@@ -187,7 +188,7 @@ class Engine:
         stats, rows = stats_of(record, self._scheduler, self._target), traced_rows(record, probs)
         for observer in self._observers:
             observer.after_step(stats, rows)
-        return StepOutput(with_traces(events, stats, rows), stats)
+        return StepOutput(with_traces(events, stats, rows, self.info.peaks), stats)
 
     def add_observer(self, observer: StepObserver) -> None:
         """Call the observer in every step from now on."""
@@ -249,7 +250,8 @@ class Engine:
         """Run the target over all rows and score prompt tokens whose log-probabilities are requested."""
         scored = scored_prompt_tokens(plan, forest.trees)
         places = [place for one in scored for place in one.sources]
-        all_NV = self._target.forward(plan, forest.trees, places)
+        draws = node_draws(plan.decoding, forest.trees) if self._target.chooses else NO_DRAWS
+        all_NV = self._target.forward(plan, forest.trees, places, draws)
         for observer in self._observers:
             observer.after_forward(plan, forest.trees)
         if not scored:
@@ -259,7 +261,7 @@ class Engine:
 
     def _verify(self, plan: StepPlan, forest: Forest, passed: _TargetPass) -> list[Verdict | VerificationFailure]:
         """Verify the tree of each decoding row. A row whose prompt has non-finite logits fails."""
-        best = self._target.model.likeliest(passed.all_NV, forest.num_nodes)
+        best = self._target.likeliest(passed.all_NV, forest.num_nodes)
         verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best)
         broken = passed.prompts.failed
         return [NOT_FINITE if row.request_id in broken else one for row, one in zip(plan.decoding, verdicts)]

@@ -11,11 +11,20 @@ from engine.attention.segments import tree_segment
 from engine.core.tree import TokenTree
 
 
-def batch_of(num_rows: int, num_nodes: int, contexts: Sequence[int], device: torch.device, seed: int = 0) -> PackedBatch:
-    """Return a batch of so many rows, each with a tree of so many nodes, after contexts of these lengths in turn."""
+def batch_of(
+    num_rows: int, num_nodes: int, contexts: Sequence[int], device: torch.device, seed: int = 0, page_len: int = 1
+) -> PackedBatch:
+    """Return a batch of so many rows, each with a tree of so many nodes, after contexts of these lengths in turn.
+
+    Slots are in no order, but `page_len` of them after each other.
+    """
     rng = np.random.default_rng(seed)
     lengths = [*islice(cycle(contexts), num_rows)]
-    slots = rng.permutation(sum(lengths) + num_rows * num_nodes)
+    count = sum(lengths) + num_rows * num_nodes
+    page_len = min(page_len, count)
+    pages = rng.permutation(-(-count // page_len))
+    slots = (pages[:, None] * page_len + np.arange(page_len)).ravel()
+    slots = slots[slots < count]
     segments, first = [], 0
     for length in lengths:
         end = first + length + num_nodes

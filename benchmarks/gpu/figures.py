@@ -4,6 +4,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,31 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
+def read_figures(path: Path) -> list[dict[str, Any]]:
+    """Return the figures of a file. A line that a dying process left unfinished is skipped."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def begin_line(path: Path) -> None:
+    """End an unfinished line of a file, so that what is appended begins a line."""
+    written = path.read_bytes() if path.exists() else b""
+    if written and not written.endswith(b"\n"):
+        with path.open("a") as file:
+            file.write("\n")
+
+
 class Figures:
     """Owns the file of figures; each is written as it comes, so that a run that is cut off leaves what it had."""
 
     def __init__(self, path: Path, limit_s: float, is_resumed: bool = False) -> None:
         self._begin_s, self._limit_s = time.perf_counter(), limit_s
-        lines = path.read_text().splitlines() if is_resumed and path.exists() else []
-        self.all: list[dict[str, Any]] = [*map(json.loads, lines)]
+        self.all = read_figures(path) if is_resumed else []
+        if is_resumed:
+            begin_line(path)
         self._file = path.open("a" if is_resumed else "w")
 
     def add(self, part: str, **facts: Any) -> None:

@@ -7,9 +7,10 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.gpu.batches import batch_of
-from benchmarks.gpu.figures import Figures, in_turns
+from benchmarks.gpu.figures import Figures, Times, in_turns
 from engine.attention.packing import PackedBatch
 from engine.attention.paged.attention import Attend, PagedContext, kernel
 from engine.attention.paged.reference import attend as reference
@@ -104,6 +105,30 @@ def time_layers(figures: Figures, layer: Layer, device: torch.device, sizes: Seq
         read_bytes = 2 * len(batch.flat.key_slots) * layer.num_heads * layer.size * dtype.itemsize
         facts = {"rows": num_rows, "nodes": num_nodes, "context": context, "launches": _LAUNCHES, "read_bytes": read_bytes}
         figures.add("attention", layer=str(layer), **facts, **times)
+
+
+def time_pages(
+    layer: Layer, dtype: torch.dtype, device: torch.device, sizes: tuple[int, int, int], turns: int
+) -> dict[str, Times]:
+    """Return what slots in no order cost for (rows, nodes, context): beside them 16 in order, all in order, and no table.
+
+    Without a table torch attends to all keys, so that this is a bound. Pages of 16 tokens could gain what the second shows.
+    """
+    attend = kernel() if device.type == "cuda" else reference
+    contenders: dict[str, Callable[[], object]] = {}
+    for name, page_len in (("one token", 1), ("pages of 16", 16), ("in order", 1 << 30)):
+        num_rows, num_nodes, context = sizes
+        paged, query, cache = _given(layer, dtype, batch_of(num_rows, num_nodes, [context], device, page_len=page_len), device)
+        contenders[name] = partial(_repeated, partial(_attended, attend, layer, query, cache, paged))
+    contenders["no table"] = partial(_repeated, _dense(layer, dtype, device, sizes))
+    return in_turns(contenders, turns, device)
+
+
+def _dense(layer: Layer, dtype: torch.dtype, device: torch.device, sizes: tuple[int, int, int]) -> Callable[[], Tensor]:
+    num_rows, num_nodes, context = sizes
+    query = torch.randn(num_rows, layer.num_heads * layer.num_shared, num_nodes, layer.size, device=device).to(dtype)
+    keys, values = torch.randn(2, num_rows, layer.num_heads, context + num_nodes, layer.size, device=device).to(dtype)
+    return lambda: functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
 
 def _repeated(run: Callable[[], Tensor]) -> None:

@@ -2,11 +2,14 @@
 
     python -m benchmarks.gpu session --minutes 12 --out session
 
-appends to session.jsonl, a figure a line, and writes session.md, one table. A worker runs the parts one after another. If it
-dies or hangs, its part has failed and another worker goes on with the next. A part that has ended is not run again, unless
-`--again` names it. Models have random weights, made on the spot. `--device cpu --tiny` runs all in a minute, with other times.
+appends to session.jsonl, a figure a line, and writes session.md, one table, after each part. A worker runs the parts one after
+another. If it dies or hangs, its part has failed and another worker goes on with the next. A part that has ended is not run
+again, unless `--again` names it. A part whose time was over goes on in the next session over the same file, without the figures
+that it has. So a lease in pieces is several sessions, each with the minutes of its piece. Models have random weights, made on
+the spot. `--device cpu --tiny` runs all in a minute, with other times.
 
-It needs torch, triton, transformers, numpy, jaxtyping, safetensors, msgspec and llguidance.
+It needs torch, triton, transformers, numpy, jaxtyping, safetensors, msgspec and llguidance; the part of tests pytest, beartype,
+hypothesis, httpx and openai. Carry the wheels of what a machine without a package index lacks, and unpack them on PYTHONPATH.
 """
 
 import argparse
@@ -14,22 +17,29 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.figures import begin_line, read_figures
 from benchmarks.markdown import table
 
 PARTS = {  # seconds at most, of twelve minutes
-    "tests": 100,
+    "tests": 90,
     "exact": 20,
     "decode": 150,
-    "verify": 80,
-    "where": 50,
-    "policy": 140,
+    "verify": 70,
+    "where": 40,
+    "policy": 130,
+    "waits": 30,
+    "pages": 30,
     "fused": 50,
-    "formats": 80,
-    "races": 50,
+    "formats": 70,
+    "races": 40,
 }
+NEEDED = ("torch", "transformers", "numpy", "jaxtyping", "safetensors", "msgspec", "llguidance")
+LATE = "its time is over"
 _GRACE_S = 30.0  # that a worker may need beyond its part's time
 _COLUMNS = ("part", "model", "case", "value", "unit", "ratio", "to", "aim")
 
@@ -49,14 +59,18 @@ def main(arguments: list[str]) -> None:
     if args.worker:
         from benchmarks.gpu.session_parts import run_parts
 
-        run_parts(path, [*_open_parts(path, args.only)], PARTS, args.device, args.tiny, args.minutes * 60)
+        run_parts(path, _open_parts(path, args.only), PARTS, args.device, args.tiny, args.minutes * 60)
         return
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise SystemExit(f"missing: {', '.join(missing)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _append(path, {"part": "session"})
     for name in args.again:
         _append(path, {"part": "again", "name": name})
-    _supervise(path, args)
-    text = table([*_COLUMNS], _rows(_read(path)))
-    args.out.with_suffix(".md").write_text(text + "\n")
-    print(text)
+    try:
+        _supervise(path, args)
+    finally:
+        print(_written(path))
 
 
 def _supervise(path: Path, args: argparse.Namespace) -> None:
@@ -65,12 +79,16 @@ def _supervise(path: Path, args: argparse.Namespace) -> None:
     while (left_s := end_s - time.monotonic()) > 0 and [*_open_parts(path, args.only)]:
         command = [sys.executable, "-m", "benchmarks.gpu", "session", "--worker", "--out", str(args.out), "--device", args.device]
         command += ["--minutes", str(left_s / 60), *(["--tiny"] if args.tiny else []), "--only", *args.only]
+        before = _open_parts(path, args.only)
         worker = subprocess.Popen(command)
-        reason = _watched(worker, path, end_s)
+        try:
+            reason = _watched(worker, path, end_s)
+        finally:
+            worker.kill()
         if (begun := _begun(path)) is not None:
             _append(path, {"part": "ended", "name": begun, "left_out": reason})
-        elif worker.returncode:
-            raise SystemExit(f"the worker ended with {worker.returncode} before a part began")
+        if before == _open_parts(path, args.only) and time.monotonic() < end_s:
+            raise SystemExit(f"no part began: {reason}")
 
 
 def _watched(worker: "subprocess.Popen[bytes]", path: Path, end_s: float) -> str:
@@ -80,6 +98,7 @@ def _watched(worker: "subprocess.Popen[bytes]", path: Path, end_s: float) -> str
         time.sleep(0.2)
         if (begun := _begun(path)) != current:
             current, since_s = begun, time.monotonic()
+            _written(path)
         limit_s = min(since_s + PARTS.get(current or "", 120) + _GRACE_S, end_s + _GRACE_S)
         if time.monotonic() > limit_s:
             worker.kill()
@@ -88,28 +107,36 @@ def _watched(worker: "subprocess.Popen[bytes]", path: Path, end_s: float) -> str
     return f"its worker ended with {worker.returncode}"
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [*map(json.loads, path.read_text().splitlines())] if path.exists() else []
+def _written(path: Path) -> str:
+    """Write the table, and return it."""
+    text = table([*_COLUMNS], _rows(read_figures(path)))
+    path.with_suffix(".md").write_text(text + "\n")
+    return text
 
 
 def _append(path: Path, figure: dict[str, Any]) -> None:
+    begin_line(path)
     with path.open("a") as file:
         file.write(json.dumps(figure) + "\n")
 
 
-def _open_parts(path: Path, only: list[str]) -> list[str]:
-    """Return the parts that have not ended, in order."""
-    ended: dict[str, bool] = {}
-    for figure in _read(path):
-        if figure["part"] in ("ended", "again"):
-            ended[figure["name"]] = figure["part"] == "ended"
-    return [name for name in PARTS if name in only and not ended.get(name)]
+def _open_parts(path: Path, only: Sequence[str]) -> list[str]:
+    """Return the parts that have not ended, in order. Those that were late in an earlier session are open again."""
+    ended: dict[str, str | None] = {}
+    for figure in read_figures(path):
+        if figure["part"] == "session":
+            ended = {name: reason for name, reason in ended.items() if reason != LATE}
+        elif figure["part"] == "ended":
+            ended[figure["name"]] = figure.get("left_out")
+        elif figure["part"] == "again":
+            ended.pop(figure["name"], None)
+    return [name for name in PARTS if name in only and name not in ended]
 
 
 def _begun(path: Path) -> str | None:
     """Return the part that has begun and not ended."""
     begun = None
-    for figure in _read(path):
+    for figure in read_figures(path):
         if figure["part"] == "begun":
             begun = figure["name"]
         elif figure["part"] == "ended":
@@ -119,13 +146,15 @@ def _begun(path: Path) -> str | None:
 
 def _rows(figures: list[dict[str, Any]]) -> list[list[str]]:
     """Return a row for each case, of several runs the latest."""
-    rows = {}
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for figure in figures:
+        name = figure.get("name", figure["part"])
         if "case" in figure:
             rows[figure["part"], figure.get("model"), figure["case"], figure.get("to")] = figure
         elif "left_out" in figure:
-            name = figure.get("name", figure["part"])
             rows[name, None, "left out", None] = {"part": name, "case": f"left out: {figure['left_out']}"}
+        elif figure["part"] == "begun":
+            rows.pop((name, None, "left out", None), None)
     return [[_cell(figure.get(name, "")) for name in _COLUMNS] for figure in rows.values()]
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,24 +19,32 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.answers import AnswerDrafter, adaptive_over
 from benchmarks.gpu.batches import batch_of
 from benchmarks.gpu.figures import Figures, in_turns, synchronize
+from benchmarks.gpu.growth import level_growers
+from benchmarks.gpu.kernel import TINY_LAYERS, Layer, time_pages
 from benchmarks.gpu.models import LLAMA_1B, QWEN_8B, TINY, ModelShape, counting_model
+from benchmarks.gpu.session import LATE
 from engine.attention.paged.buffer import TableBuffer
 from engine.attention.paged.graph_recorder import CudaGraphs, Recorder, Unrecorded
 from engine.attention.paged.graphs import GraphResources
 from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionPolicy, PlainDecoding
-from engine.core.types import Request, SamplingParams
+from engine.core.types import Peaks, Request, SamplingParams
 from engine.engine import Engine
 from engine.graph_setup import table_capacity
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.passes import RecordedPasses
+from engine.profiling.peaks import measured_peaks
+from engine.sampling import choice_reference, device_choice
+from engine.sampling.device_choice import NodeDraws
 from engine.testing import tiny_engine
 from engine.weights.layer_sizes import key_bytes
 
-BANDWIDTH = 3.0e12  # bytes a second that an H100 reaches
 _PROMPT = 32
+# A plugin that is missing leaves its settings unknown, and another version of a library warns of other things.
+LENIENT = ("-o", "addopts=", "-o", "filterwarnings=default")
+_NEEDED_BY_TESTS = ("pytest", "beartype", "hypothesis", "httpx", "openai", "xdist")
 
 
 class Session:
@@ -44,37 +52,47 @@ class Session:
 
     def __init__(self, figures: Figures, device: torch.device, is_tiny: bool) -> None:
         self.figures, self.device, self.is_tiny = figures, device, is_tiny
-        self.end_s = 0.0
+        self.end_s, self.was_late = 0.0, False
         self.shapes = [TINY] if is_tiny else [QWEN_8B, LLAMA_1B]
         self.rows = [1, 2] if is_tiny else [1, 8, 32, 64]
         self.nodes = [1, 4] if is_tiny else [1, 2, 4, 8, 16, 32, 64, 128]
         self.contexts = [20, 40] if is_tiny else [256, 2048, 8192]
         self.num_tokens = 12 if is_tiny else 96
         self.turns = 2 if is_tiny else 9
-        self._model: tuple[object, CausalModel] | None = None
+        self._models: dict[tuple[str, str], CausalModel] = {}
+        self._peaks: Peaks | None = None
 
     @property
     def is_late(self) -> bool:
-        """Whether the running part's time is over."""
-        return time.monotonic() > self.end_s
+        """Whether the running part's time is over. What is left out for that reason can be taken in a later session."""
+        self.was_late |= time.monotonic() > self.end_s
+        return self.was_late
 
     def has(self, part: str, model: str, case: str) -> bool:
         """Return whether a figure is written already."""
         return any((one["part"], one.get("model"), one.get("case")) == (part, model, case) for one in self.figures.all)
 
     def model(self, shape: ModelShape, linears: str = "plain") -> CausalModel:
-        """Return a model. Only the last one stays in memory."""
-        if self._model is None or self._model[0] != (shape.name, linears):
-            self._model = None
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            self._model = (shape.name, linears), counting_model(shape, self.device, linears)
-        return self._model[1]
+        """Return a model; it stays in memory, since making one takes seconds."""
+        if (shape.name, linears) not in self._models:
+            self._models[shape.name, linears] = counting_model(shape, self.device, linears)
+        return self._models[shape.name, linears]
 
-    def drop_model(self) -> None:
-        """Have the next model made anew."""
-        self._model = None
+    def drop_models(self) -> None:
+        """Have the next models made anew."""
+        self._models.clear()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def bandwidth(self, model: CausalModel) -> float:
+        """Return the bytes a second that the machine reads at most, measured once."""
+        if self._peaks is None:
+            self._peaks = measured_peaks(model)
+            assert self._peaks is not None, "no memory to measure peaks"
+            for name, value in (("bytes", self._peaks.bytes_per_s), ("operations", self._peaks.operations_per_s)):
+                self.figures.add("decode", case=f"peak of {name}", value=value, unit="a second")
+        return self._peaks.bytes_per_s
 
     def recorder(self) -> Recorder:
         """Return graphs on a GPU."""
@@ -105,25 +123,26 @@ def run_parts(path: Path, names: Sequence[str], seconds: Mapping[str, float], de
     name = torch.cuda.get_device_name() if session.device.type == "cuda" else "processor"
     figures.add("machine", case=f"{name}, torch {torch.__version__}")
     for part in names:
-        session.end_s = min(time.monotonic() + seconds[part], end_s)
+        session.end_s, session.was_late = min(time.monotonic() + seconds[part], end_s), False
         if session.is_late:
             break
         figures.add("begun", name=part)
         try:
             _PARTS[part](session)
-            figures.add("ended", name=part)
+            figures.add("ended", name=part, **({"left_out": LATE} if session.was_late else {}))
         except torch.AcceleratorError:  # the device is of no more use to this process
             raise
         except Exception as error:  # noqa: BLE001  # one part's fault is not the others'
             figures.add("ended", name=part, left_out=f"{type(error).__name__}: {error}"[:300])
+            session.drop_models()  # one may be half changed, or have taken all memory
     figures.close()
 
 
 def _tests(session: Session) -> None:
-    if importlib.util.find_spec("pytest") is None:
-        session.figures.add("tests", left_out="pytest is not installed")
+    if missing := [name for name in _NEEDED_BY_TESTS if importlib.util.find_spec(name) is None]:
+        session.figures.add("tests", left_out=f"missing: {', '.join(missing)}")
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "-x"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *LENIENT, "tests/gpu", "-x"]
     _command(session, "tests", command)
 
 
@@ -165,9 +184,10 @@ def _unfused(model: CausalModel) -> Iterator[None]:
         model.fused = fused
 
 
-def _passes(session: Session, model: CausalModel, cache: KVCache, most: int = 128) -> RecordedPasses:
+def _passes(session: Session, model: CausalModel, cache: KVCache, most: int = 128, *, chooses: bool = False) -> RecordedPasses:
     shapes = PaddingShapes(most, is_by_row=model.has_same_bits)
-    return RecordedPasses(model, cache, GraphResources(TableBuffer(1 << 20, session.device), shapes, session.recorder()))
+    resources = GraphResources(TableBuffer(1 << 20, session.device), shapes, session.recorder())
+    return RecordedPasses(model, cache, resources, chooses=chooses)
 
 
 def _decode(session: Session) -> None:
@@ -180,10 +200,9 @@ def _decode(session: Session) -> None:
             if session.has("decode", shape.name, case):
                 continue
             if session.is_late:
-                session.figures.add("decode", left_out="its time is over")
                 return
             tokens_s, steps_s = _served(session, engine, num_rows)
-            floor = num_rows / (_bytes_of_step(model, num_rows, _PROMPT + session.num_tokens // 2) / BANDWIDTH)
+            floor = num_rows / (_bytes_of_step(model, num_rows, _PROMPT + session.num_tokens // 2) / session.bandwidth(model))
             facts = {"model": shape.name, "case": case, "value": tokens_s, "unit": "tokens/s"}
             more = {"step_ms": steps_s * 1e3}
             session.figures.add("decode", **facts, ratio=tokens_s / floor, to="floor", aim=">= 0.8 at 1 and 8", **more)
@@ -259,7 +278,7 @@ def _where(session: Session) -> None:
         model = session.model(shape)
         engine = session.engine(model, PlainDecoding())
         for num_rows in session.rows[:2]:
-            if session.is_late or session.has("where", shape.name, f"{num_rows} at a time: kernels of a layer"):
+            if session.has("where", shape.name, f"{num_rows} at a time: kernels of a layer") or session.is_late:
                 continue
             _served(session, engine, num_rows, repeats=1)
             for row in range(num_rows):
@@ -317,7 +336,7 @@ def _policy(session: Session) -> None:
         drafted = Engine(plain.info, session.limits(), plain.target, drafter, policy)  # by turns, over the same recordings
         for num_rows in session.rows:
             case = f"policy, {num_rows} at a time"
-            if session.is_late or session.has("policy", shape.name, case):
+            if session.has("policy", shape.name, case) or session.is_late:
                 continue
             ratios, tokens_s = [], 0.0
             for _ in range(2):
@@ -340,7 +359,7 @@ def _fused(session: Session) -> None:
 
         for nodes in session.nodes:
             case = f"{nodes} tokens"
-            if session.is_late or session.has("fused", shape.name, case):
+            if session.has("fused", shape.name, case) or session.is_late:
                 continue
             batch = batch_of(1, nodes, [session.contexts[0]], session.device)
             given = (batch, range(nodes))
@@ -367,14 +386,72 @@ def _formats(session: Session) -> None:
         passes = _passes(session, model, KVCache(2048, session.device))
         for nodes in (1, 16):
             if session.is_late:
-                session.figures.add("formats", left_out="its time is over")
                 return
             batch = batch_of(1, nodes, [session.contexts[0]], session.device)
             times = in_turns({name: partial(passes.run, batch, range(nodes))}, session.turns, session.device)[name]
             base.setdefault(nodes, times.median_ms)
             facts = {"model": shape.name, "case": f"{name}, {nodes} tokens", "value": times.median_ms, "unit": "ms"}
             session.figures.add("formats", **facts, ratio=times.median_ms / base[nodes], to="bfloat16")
-    session.drop_model()
+    session.drop_models()
+
+
+def _waits(session: Session) -> None:
+    """Write what the choice of tokens inside a recorded pass saves, and the ranking of all levels of a tree at once."""
+    for shape in session.shapes:
+        model = session.model(shape)
+        with nullcontext() if session.device.type == "cuda" else _chosen_by_torch():
+            for num_rows in session.rows[:2]:
+                case = f"choices of {num_rows} rows in the pass"
+                if session.has("waits", shape.name, case) or session.is_late:
+                    continue
+                times = in_turns(_choosing(session, model, num_rows), session.turns, session.device)["in the pass"]
+                facts = {"model": shape.name, "case": case, "value": times.median_ms, "unit": "ms"}
+                session.figures.add("waits", **facts, ratio=times.ratio, to="afterwards", aim="< 1")
+    for num_rows in session.rows[:2]:
+        case = f"trees of {num_rows} rows by levels"
+        if session.has("waits", "", case) or session.is_late:
+            continue
+        times = in_turns(level_growers(session.device, num_rows, session.is_tiny), session.turns, session.device)["levels"]
+        facts = {"model": "", "case": case, "value": times.median_ms, "unit": "ms"}
+        session.figures.add("waits", **facts, ratio=times.ratio, to="rounds", aim="< 1")
+
+
+@contextmanager
+def _chosen_by_torch() -> Iterator[None]:
+    chosen, device_choice.chosen = device_choice.chosen, choice_reference.chosen
+    try:
+        yield
+    finally:
+        device_choice.chosen = chosen
+
+
+def _choosing(session: Session, model: CausalModel, num_rows: int) -> dict[str, Callable[[], object]]:
+    cache, draws = KVCache(num_rows * 64 + 1, session.device), NodeDraws([0.7] * num_rows, [*range(num_rows)])
+    batch, rows = batch_of(num_rows, 1, [40], session.device), range(num_rows)
+    plain, choosing = (_passes(session, model, cache, chooses=chooses) for chooses in (False, True))
+
+    def afterwards() -> object:
+        return device_choice.choices(plain.run(batch, rows), *draws)
+
+    def inside() -> object:
+        return choosing.choices(choosing.run(batch, rows, draws), num_rows)
+
+    return {"afterwards": afterwards, "in the pass": inside}
+
+
+def _pages(session: Session) -> None:
+    """Write what slots of one token cost: pages of 16 tokens are to be built if they gain more than a tenth."""
+    layer, dtype = (TINY_LAYERS[0], torch.float32) if session.is_tiny else (Layer(8, 4, 128), torch.bfloat16)
+    context = session.contexts[-1]
+    for num_rows, num_nodes in ((1, 1), (1, 16), (8, 1)):
+        case = f"{num_rows} rows of {num_nodes} after {context}"
+        if session.has("pages", str(layer), case) or session.is_late:
+            continue
+        times = time_pages(layer, dtype, session.device, (num_rows, num_nodes, context), session.turns)
+        for name, other in times.items():
+            if name != "one token":
+                facts = {"model": str(layer), "case": case, "value": times["one token"].median_ms, "unit": "ms of ten"}
+                session.figures.add("pages", **facts, ratio=1.0 / other.ratio, to=name, aim="<= 1.10 to pages of 16")
 
 
 def _races(session: Session) -> None:
@@ -395,6 +472,7 @@ def _races(session: Session) -> None:
         "pytest",
         "-q",
         "-x",
+        *LENIENT,
         *tests,
     ]
     _command(session, "races", command)
@@ -407,6 +485,8 @@ _PARTS: dict[str, Callable[[Session], None]] = {
     "verify": _verify,
     "where": _where,
     "policy": _policy,
+    "waits": _waits,
+    "pages": _pages,
     "fused": _fused,
     "formats": _formats,
     "races": _races,

@@ -67,9 +67,16 @@ class TracedRow(msgspec.Struct, frozen=True, tag="row", tag_field="type", kw_onl
 
 
 class RowTrace(msgspec.Struct, frozen=True):
-    """A traced row with the policy's reason and the seconds by stage of its step."""
+    """A traced row with the policy's reason of its step, the seconds by stage, and what the target's pass read and multiplied.
+
+    `bandwidth_share` and `compute_share` compare these amounts over `step_s` with the machine's peaks.
+    """
 
     row: TracedRow
     reason: str
     step_s: float
     stage_s: dict[str, float]
+    num_read_bytes: int = 0
+    num_operations: int = 0
+    bandwidth_share: float | None = None
+    compute_share: float | None = None

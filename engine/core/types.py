@@ -329,6 +329,14 @@ class RequestDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class Peaks:
+    """What the machine reads and multiplies at most, measured when an engine starts: bytes and operations a second."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Facts of the loaded models for the front end."""
 
@@ -346,6 +354,7 @@ class ModelInfo:
     cache_dtype: str | None = None  # of keys and values, where it is not `dtype`
     adapters: tuple[str, ...] = ()  # names of the loaded LoRA adapters
     defaults: RequestDefaults = RequestDefaults()
+    peaks: Peaks | None = None  # of a served engine
 
     @property
     def rounds_by_width(self) -> bool:

@@ -1,6 +1,6 @@
 """The Protocol of drafters, and the growing trees that drafters read.
 
-Shape key: P proposals, V vocabulary, M the tokens of it that a drafter knows.
+Shape key: P proposals, B roots, L levels, V vocabulary, M the tokens of it that a drafter knows.
 """
 
 from collections import ChainMap
@@ -178,6 +178,25 @@ class Drafter(Protocol):
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Feed the frontier's nodes and propose for each. A tree's nodes are neighbours, ancestors first."""
+        ...
+
+
+@dataclass(frozen=True)
+class LevelProposal:
+    """Raw draft logits of the levels after some of the roots, float32: row i belongs to root `indices[i]`."""
+
+    indices: tuple[int, ...]
+    logits_BLM: Float[Tensor, "B L M"]
+    passes: ModelPasses
+    vocab: TrimmedVocabulary | None
+
+
+@runtime_checkable
+class LevelDrafter(Protocol):
+    """A drafter whose proposals after a node depend on the node's root and depth alone."""
+
+    def feed_levels(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> LevelProposal:
+        """Feed the `draft_ids` of the rows and propose all levels after the roots."""
         ...
 
 

@@ -5,6 +5,7 @@ Shape key: T tokens, N rows of logits, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
+from weakref import ref
 
 import torch
 from jaxtyping import Float, Int
@@ -14,8 +15,11 @@ from engine.attention.packing import PackedBatch
 from engine.attention.paged.graphs import GraphedFunction, GraphResources, PassMemory
 from engine.attention.paged.table import PagedBatch, TableColumns
 from engine.kv_cache.kv_cache import KVCache
+from engine.sampling import device_choice
+from engine.sampling.device_choice import NodeChoice, NodeDraws
 from engine.utils.host_transfer import integers
 
+NO_DRAWS = NodeDraws((), ())
 Listener = Callable[[Int[Tensor, " T"]], None]  # called with the slots that a pass has written
 
 
@@ -81,30 +85,54 @@ class DirectPasses:
 
 
 class RecordedPasses:
-    """Pads passes to the next recorded shape and replays them; larger passes run directly. Recordings include the listener."""
+    """Pads passes to the next recorded shape and replays them; larger passes run directly. Recordings include the listener.
 
-    def __init__(self, model: PassModel, cache: KVCache, steps: GraphResources, listener: Listener | None = None) -> None:
+    With `chooses` they include the choice of a token after each output token too, so that the host waits once for a step.
+    """
+
+    def __init__(
+        self,
+        model: PassModel,
+        cache: KVCache,
+        steps: GraphResources,
+        listener: Listener | None = None,
+        chooses: bool = False,
+    ) -> None:
         self._direct = DirectPasses(model, cache, listener)
         self._recorder = steps.recorder
+        self.chooses = chooses
+        self._latest: ref[Tensor] | None = None  # the logits whose choices are in the tensor
+        num_rows = steps.shapes.most_tokens if chooses else 0
+        with torch.inference_mode():
+            self._choices_N3 = torch.zeros(num_rows, 3, dtype=torch.float64, device=model.device)
 
         def run(batch: PagedBatch) -> Float[Tensor, "N V"]:
             logits_NV = model.forward_table(batch, cache)
+            if chooses:
+                self._choices_N3[: len(logits_NV)] = device_choice.chosen_of_table(logits_NV, batch)
             if listener is not None:
                 listener(batch.write_slots_T)
             return logits_NV
 
-        columns = TableColumns(tokens=(0, 0, cache.dummy_slot), outputs=(0,))
+        columns = TableColumns(tokens=(0, 0, cache.dummy_slot), outputs=(0,) * (1 + device_choice.NUM_COLUMNS * chooses))
         self._recordings = GraphedFunction(steps, columns, run, model.vocab_size, model.memories)
 
     @property
     def method(self) -> str:
         """How passes run, including the kind of recordings."""
-        return f"torch's, padded, {self._recorder.name}"
+        return f"torch's, padded, {self._recorder.name}{', choosing' if self.chooses else ''}"
 
-    def run(self, batch: PackedBatch, rows: Sequence[int]) -> Float[Tensor, "N V"]:
-        """Return float32 logits of the packed tokens in `rows`."""
-        logits_NV = self._recordings.replay(batch, outputs=[rows])
+    def run(self, batch: PackedBatch, rows: Sequence[int], draws: NodeDraws = NO_DRAWS) -> Float[Tensor, "N V"]:
+        """Return float32 logits of the packed tokens in `rows`; the first of them have `draws`."""
+        outputs = [rows, *draws.columns(len(rows))] if self.chooses else [rows]
+        logits_NV = self._recordings.replay(batch, outputs=outputs)
+        self._latest = None if logits_NV is None or not self.chooses or draws is NO_DRAWS else ref(logits_NV)
         return self._direct.run(batch, rows) if logits_NV is None else logits_NV
+
+    def choices(self, logits_NV: Float[Tensor, "N V"], count: int) -> list[NodeChoice] | None:
+        """Return the choices of the first `count` rows if the latest pass made them from these logits, else None."""
+        is_latest = self._latest is not None and self._latest() is logits_NV
+        return device_choice.read(self._choices_N3[:count]) if is_latest else None
 
     def prepare(self) -> None:
         """Record the shapes that are not recorded yet."""

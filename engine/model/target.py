@@ -19,8 +19,11 @@ from engine.core.tree import ROOT, TokenTree
 from engine.kv_cache.canary import Canary
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
-from engine.model.passes import DirectPasses, Passes, RecordedPasses
+from engine.model.passes import NO_DRAWS, DirectPasses, Passes, RecordedPasses
 from engine.model.traffic import Traffic, traffic_of
+from engine.sampling import device_choice
+from engine.sampling.argmax import RowArgMax
+from engine.sampling.device_choice import NodeChoice, NodeDraws
 
 
 class PassObserver(Protocol):
@@ -53,8 +56,20 @@ class Target:
 
     def record(self, steps: GraphResources) -> RecordedPasses:
         """Replay passes from now on; return them, so that the caller can prepare them."""
-        self._passes = recorded = RecordedPasses(self.model, self.cache, steps, self._report)
+        chooses = device_choice.can_choose_on(self.model.device)
+        self._passes = recorded = RecordedPasses(self.model, self.cache, steps, self._report, chooses)
         return recorded
+
+    @property
+    def chooses(self) -> bool:
+        """Whether passes choose tokens themselves, if they are given the draws."""
+        return isinstance(self._passes, RecordedPasses) and self._passes.chooses
+
+    def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int) -> Sequence[RowArgMax] | Sequence[NodeChoice] | None:
+        """Return what the latest pass knows of the first `count` rows of its own logits: arg maxes, or choices; else None."""
+        if isinstance(self._passes, RecordedPasses) and self._passes.chooses:
+            return self._passes.choices(logits_NV, count)
+        return self.model.likeliest(logits_NV, count)
 
     @property
     def method(self) -> str:
@@ -79,10 +94,12 @@ class Target:
             self.cache.states.drop(row.slots[max(0, row.context_len - 1) : row.root_position])
             self.cache.states.drop(row.slots[row.root_position + node] for node in path[:-1])
 
-    def forward(self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int] = ()) -> Float[Tensor, "N V"]:
+    def forward(
+        self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int] = (), draws: NodeDraws = NO_DRAWS
+    ) -> Float[Tensor, "N V"]:
         """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees.
 
-        The logits after the packed tokens at `places` follow.
+        The logits after the packed tokens at `places` follow. `draws` are of the nodes.
         """
         if not plan.rows:  # a step that only reports aborts
             return torch.empty((0, self.model.vocab_size), device=self.model.device)
@@ -97,4 +114,7 @@ class Target:
             if row.is_decoding:
                 logit_rows.extend(range(end - tree.num_nodes, end))
             start = end
-        return self._passes.run(pack(segments, self.model.device), [*logit_rows, *places])
+        batch, logit_rows = pack(segments, self.model.device), [*logit_rows, *places]
+        if isinstance(self._passes, RecordedPasses):
+            return self._passes.run(batch, logit_rows, draws)
+        return self._passes.run(batch, logit_rows)

@@ -4,7 +4,7 @@ Shape key: I inputs, O outputs, B blocks of 64 outputs, G adjacent inputs of an 
 """
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -45,6 +45,28 @@ class PackedWeights:
         """The library's structure."""
         addresses = self.packed.data_ptr(), _address(self.scale_O), _address(self.bias_O)
         return library.Linear(*addresses, self.num_inputs, self.num_outputs, self.number)
+
+    @classmethod
+    def zeros(cls, num_inputs: int, num_outputs: int) -> "PackedWeights":
+        """Return float32 weights of 0, to time what reading them takes. Sizes are multiples of a block's."""
+        number, group, _ = _LAYOUTS["float32"]
+        shape = (num_outputs // BLOCK, num_inputs // group, BLOCK, group)
+        return cls(num_inputs, num_outputs, number, huge_pages.empty(shape, torch.float32).zero_())
+
+    def first(self, num_outputs: int) -> "PackedWeights":
+        """Return the layer of the first outputs; all of them if there are fewer. Whole blocks are taken."""
+        count = min(self.num_outputs, -(-num_outputs // BLOCK) * BLOCK)
+        scale_O, bias_O = (None if one is None else one[:count] for one in (self.scale_O, self.bias_O))
+        return replace(self, num_outputs=count, packed=self.packed[: -(-count // BLOCK)], scale_O=scale_O, bias_O=bias_O)
+
+    def times(self, rows: Float[Tensor, "... I"]) -> Float[Tensor, "... O"]:
+        """Return x W^T + b of float32 rows."""
+        rows, num_rows = rows.contiguous(), rows.numel() // self.num_inputs
+        y = torch.empty((*rows.shape[:-1], self.num_outputs))
+        library.library().latebranch_linear(
+            ctypes.byref(self.structure), rows.data_ptr(), num_rows, y.data_ptr(), library.num_threads()
+        )
+        return y
 
     def dense(self) -> Float[Tensor, "O I"]:
         """Return the weights that the layer multiplies by, float32."""
@@ -92,13 +114,7 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "... I"]) -> Float[Tensor, "... O"]:
         """Return x W^T + b."""
-        rows = x.to(torch.float32).contiguous()
-        y = torch.empty((*x.shape[:-1], self.out_features))
-        num_rows = y.numel() // self.out_features
-        library.library().latebranch_linear(
-            ctypes.byref(self.structure), rows.data_ptr(), num_rows, y.data_ptr(), library.num_threads()
-        )
-        return y
+        return self.weights.times(x.to(torch.float32))
 
 
 def _packed_weights(linear: nn.Linear, precision: str) -> PackedWeights:

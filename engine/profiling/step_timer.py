@@ -18,9 +18,10 @@ from engine.core.tree import Expansion, TokenTree
 from engine.core.types import ModelInfo, Request, SamplingParams
 from engine.draft.drafter import Drafter
 from engine.engine import Engine
+from engine.model.passes import NO_DRAWS
 from engine.model.target import Target
 from engine.native import library
-from engine.verify.dispatch import Judge
+from engine.verify.dispatch import Judge, node_draws
 from engine.verify.forest import Forest
 
 _DEPTH = 8  # of trees that recurrent layers run, level by level
@@ -77,10 +78,12 @@ class StepTimer:
         fed = [_paths(size.num_nodes, tree.token_ids[0], _DEPTH) for tree in trees] if self._target.model.has_states else trees
         probs_RV = torch.full((1, self._info.vocab_size), 1.0 / self._info.vocab_size, device=self._target.model.device)
         probs_rows = tuple(tuple(0 if tree.draws[node] else None for node in range(tree.num_nodes)) for tree in trees)
+        forest = Forest(trees, probs_RV, probs_rows)
         self._synchronize()
         begin_s = time.perf_counter()
-        logits_NV = self._target.forward(StepPlan(0, tuple(rows)), fed)
-        self._judge.judge(rows, Forest(trees, probs_RV, probs_rows), logits_NV)
+        draws = node_draws(rows, trees) if self._target.chooses else NO_DRAWS
+        logits_NV = self._target.forward(StepPlan(0, tuple(rows)), fed, draws=draws)
+        self._judge.judge(rows, forest, logits_NV, self._target.likeliest(logits_NV, forest.num_nodes))
         seconds = time.perf_counter() - begin_s
         num_keys, num_drawn = size.num_context + 1, size.num_tokens if size.is_drawn else 0
         num_scores = size.num_tokens * num_keys

@@ -31,8 +31,13 @@ def uniforms(keys: Sequence[int], count: int, device: torch.device | str = "cpu"
 
     Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (splitmix64), in wrapping int64 arithmetic.
     """
-    state = integers([signed(key) for key in keys], torch.device(device))[:, None]
-    counter = torch.arange(1, count + 1, dtype=torch.int64, device=device)[None, :]
+    return uniforms_of(integers([signed(key) for key in keys], torch.device(device)), count)
+
+
+def uniforms_of(keys_K: Int[Tensor, " K"], count: int) -> Float[Tensor, "K count"]:
+    """Return the same draws of signed keys in a tensor, on its device."""
+    state = keys_K[:, None]
+    counter = torch.arange(1, count + 1, dtype=torch.int64, device=keys_K.device)[None, :]
     bits = state + counter * signed(GOLDEN)
     bits = (bits ^ _shifted(bits, 30)) * signed(MIX_1)
     bits = (bits ^ _shifted(bits, 27)) * signed(MIX_2)

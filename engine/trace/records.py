@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from engine.core.row_trace import RowTrace, TracedRow
-from engine.core.types import STAGES, StepStats
+from engine.core.types import STAGES, Peaks, StepStats
 
 TRACE_VERSION = 1  # incremented when the meaning of a record changes, but not for new fields with defaults
 
@@ -39,10 +40,14 @@ class TracedStep(msgspec.Struct, frozen=True, tag="step", tag_field="type"):
 TraceRecord = TraceHeader | TracedStep | TracedRow
 
 
-def step_trace(stats: StepStats, row: TracedRow) -> RowTrace:
-    """Return the row with the reason and the seconds of its step."""
+def step_trace(stats: StepStats, row: TracedRow, peaks: Peaks | None = None) -> RowTrace:
+    """Return the row with the reason, the seconds and the amounts of its step; with `peaks` also the shares of these."""
     stage_s = {stage: getattr(stats, f"{stage}_s") for stage in STAGES}
-    return RowTrace(row, stats.policy_reason, stats.step_s, stage_s)
+    found = RowTrace(row, stats.policy_reason, stats.step_s, stage_s, stats.num_read_bytes, stats.num_operations)
+    if peaks is None or not stats.step_s:
+        return found
+    shares = (stats.num_read_bytes / peaks.bytes_per_s, stats.num_operations / peaks.operations_per_s)
+    return structs.replace(found, bandwidth_share=shares[0] / stats.step_s, compute_share=shares[1] / stats.step_s)
 
 
 _encoder = msgspec.json.Encoder()

@@ -136,7 +136,7 @@ def feedback_of(record: StepRecord) -> StepFeedback:
     laps, rows = record.laps, record.plan.rows
     return StepFeedback(
         draft_s=laps["draft"],
-        rest_s=laps["follow"] + laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
+        rest_s=laps["follow"] + laps["plan"] + laps["forward"] + laps["verify"] + laps["commit"],
         has_prefill=any(len(row.certain_ids) > 1 for row in rows),
         num_rows=len(rows),
         num_rounds=record.num_draft_rounds,
@@ -231,8 +231,8 @@ def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepSt
         expected_tokens=sum(expected for expected, _ in predicted),
         num_realised_tokens=sum(realised for _, realised in predicted),
         draft_s=laps["draft"],
-        verify_s=laps["verify"],
-        judge_s=laps["judge"],
+        verify_s=laps["forward"],
+        judge_s=laps["verify"],
         policy_s=laps["choose"] + laps["learn"],
         host_s=laps["follow"] + laps["plan"] + laps["trace"] + laps["commit"],
         step_s=sum(laps.values()),

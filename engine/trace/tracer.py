@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from engine.core.row_trace import TracedRow, TracedSampling, TreeProbs
 from engine.core.step_observer import StepObserver
-from engine.core.types import ModelInfo, SamplingParams, StepStats, TokenEvent
+from engine.core.types import ModelInfo, Peaks, SamplingParams, StepStats, TokenEvent
 from engine.trace.file import TraceFile
 from engine.trace.records import TracedStep, TraceHeader, step_trace
 from engine.trace.stats import RowOutcome, StepRecord
@@ -49,11 +49,13 @@ def traced_rows(record: StepRecord, probs: Mapping[str, TreeProbs]) -> list[Trac
     ]
 
 
-def with_traces(events: Sequence[TokenEvent], stats: StepStats, rows: Sequence[TracedRow]) -> tuple[TokenEvent, ...]:
+def with_traces(
+    events: Sequence[TokenEvent], stats: StepStats, rows: Sequence[TracedRow], peaks: Peaks | None
+) -> tuple[TokenEvent, ...]:
     """Return a step's events with the traces of their rows."""
     if not rows:
         return tuple(events)
-    by_request = {row.request_id: step_trace(stats, row) for row in rows}
+    by_request = {row.request_id: step_trace(stats, row, peaks) for row in rows}
     return tuple(replace(event, trace=by_request.get(event.request_id)) for event in events)
 
 

@@ -21,6 +21,7 @@ from engine.core.types import ErrorCode, TokenLogprobs
 from engine.native import distributions as native
 from engine.sampling import device_choice
 from engine.sampling.argmax import RowArgMax, argmax_rows
+from engine.sampling.device_choice import NodeChoice, NodeDraws
 from engine.sampling.distributions import is_typical, truncates, truncation, warped_probs
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
@@ -42,27 +43,25 @@ class Judge:
         self._verifiers: dict[str, Verifier] = {}
 
     def judge(
-        self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"], best: Sequence[RowArgMax] | None = None
+        self,
+        rows: Sequence[Row],
+        forest: Forest,
+        logits_NV: Float[Tensor, "N V"],
+        best: Sequence[RowArgMax] | Sequence[NodeChoice] | None = None,
     ) -> list[Verdict | VerificationFailure]:
         """Return a result for each row's tree, in order. An invalid tree does not affect the others.
 
-        `best` are the rows' arg maxes, if they are known already.
+        `best` are the rows' arg maxes, or the choices by `node_draws`, if they are known already.
         """
         one_by_one = _coupled_rule(logits_NV)
         rules = [_rule(row, tree, one_by_one) for row, tree in zip(rows, forest.trees, strict=True)]
-        choices: Sequence[int] = ()
-        if one_by_one == _DEVICE_COUPLED:
-            best, choices = _chosen(rows, rules, forest, logits_NV)
-        best = argmax_rows(logits_NV) if best is None else best
+        best, choices = _split(_chosen(one_by_one, rows, forest, logits_NV) if best is None else best)
         is_valid = has_distribution = [one.is_valid for one in best]
         edited_NV = logits_NV
         if any(row.sampling.edits_logits for row in rows):
             contexts = [context for row, tree in zip(rows, forest.trees, strict=True) for context in _contexts(row, tree)]
             edited_NV = edited_logits(logits_NV, contexts, self._grammars)
-            if one_by_one == _DEVICE_COUPLED:
-                edited, choices = _chosen(rows, rules, forest, edited_NV)
-            else:
-                edited = argmax_rows(edited_NV)
+            edited, choices = _split(_chosen(one_by_one, rows, forest, edited_NV))
             has_distribution = [one.is_valid for one in edited]
             best = [new if new.is_valid else old for new, old in zip(edited, best, strict=True)]
             if not all(has_distribution):
@@ -181,17 +180,29 @@ def _rule(row: Row, tree: TokenTree, faster: str | None) -> str:
 
 
 def _chosen(
-    rows: Sequence[Row], rules: Sequence[str], forest: Forest, logits_NV: Float[Tensor, "N V"]
-) -> tuple[list[RowArgMax], list[int]]:
-    """Return each node's arg max and the coupled rule's token, which is the arg max for other rules: one wait for all."""
+    one_by_one: str | None, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"]
+) -> Sequence[RowArgMax] | Sequence[NodeChoice]:
+    """Return each node's arg max, on a GPU with the coupled rule's token: one wait for all."""
+    if one_by_one == _DEVICE_COUPLED:
+        return device_choice.choices(logits_NV, *node_draws(rows, forest.trees))
+    return argmax_rows(logits_NV)
+
+
+def _split(found: Sequence[RowArgMax] | Sequence[NodeChoice]) -> tuple[Sequence[RowArgMax], Sequence[int]]:
+    """Return arg maxes, and the coupled rule's tokens if they are known."""
+    choices = [one for one in found if isinstance(one, NodeChoice)]
+    return ([one.best for one in choices], [one.token_id for one in choices]) if choices else (found, ())  # type: ignore[return-value]
+
+
+def node_draws(rows: Sequence[Row], trees: Sequence[TokenTree]) -> NodeDraws:
+    """Return what a device chooses each node's token by: the coupled rule's draw, and the arg max for rows of other rules."""
     temperatures: list[float] = []
     keys: list[int] = []
-    for row, rule, tree in zip(rows, rules, forest.trees, strict=True):
-        temperature = row.sampling.temperature if rule == _DEVICE_COUPLED else 0.0
-        temperatures.extend([temperature] * tree.num_nodes)
+    for row, tree in zip(rows, trees, strict=True):
+        is_coupled = _rule(row, tree, _DEVICE_COUPLED) == _DEVICE_COUPLED
+        temperatures.extend([row.sampling.temperature if is_coupled else 0.0] * tree.num_nodes)
         keys.extend(noise_keys(tree, row.key))
-    found = device_choice.choices(logits_NV, temperatures, keys)
-    return [one.best for one in found], [one.token_id for one in found]
+    return NodeDraws(temperatures, keys)
 
 
 def _with_own_expectation(verdict: Verdict, row: Row) -> Verdict:

@@ -34,6 +34,10 @@ def step_trace_of(record: RowTrace, spell: Spell) -> trace.StepTrace:
         expected_tokens=row.expected_tokens,
         step_s=record.step_s,
         stage_s=record.stage_s,
+        read_bytes=record.num_read_bytes,
+        operations=record.num_operations,
+        bandwidth_share=record.bandwidth_share,
+        compute_share=record.compute_share,
     )
 
 

@@ -89,6 +89,12 @@ class StepMetrics:
         self._operations = families.counter(
             "latebranch_target_operations", "Operations of the target's products: two for each weight and token."
         )
+        self._peak_bytes = families.gauge(
+            "latebranch_peak_bytes_per_second", "Bytes that the machine reads at most, measured when the engine started."
+        )
+        self._peak_operations = families.gauge(
+            "latebranch_peak_operations_per_second", "Operations of the model's products at most, measured at the same time."
+        )
         self._expansions = families.counters(
             "latebranch_expansions", "Decoding rows by the tree they got: trunk.branches.depth, or its name.", "expansion"
         )
@@ -125,10 +131,13 @@ class StepMetrics:
         self._step_s = families.histogram("latebranch_step_seconds", "Seconds of a whole step.", PHASE_BUCKETS)
 
     def on_model(self, model: ModelInfo, has_prefix_cache: bool) -> None:
-        """Set the info metrics once: a restarted engine has loaded the same model."""
+        """Set the info metrics and the peaks once: a restarted engine has loaded the same model."""
         if self._has_info:
             return
         self._has_info = True
+        if model.peaks is not None:
+            self._peak_bytes.set(model.peaks.bytes_per_s)
+            self._peak_operations.set(model.peaks.operations_per_s)
         cache = {
             "block_size": str(BLOCK_TOKENS),
             "num_gpu_blocks": str(model.num_slots // BLOCK_TOKENS),

@@ -134,7 +134,9 @@ export function rounded(speed) {
 // Describes in `place` the selected node, or the step.
 export function describe(place, step, node) {
   if (node === null) {
-    place.replaceChildren(made("span", "", outcome(step)), made("span", "muted", circumstances(step)));
+    const parts = [made("span", "", outcome(step)), made("span", "muted", circumstances(step))];
+    if (typeof step.bandwidth_share === "number") parts.push(made("span", "muted", roofline(step)));
+    place.replaceChildren(...parts);
     return;
   }
   const parts = [made("strong", `token ${node.part}`, spelled(node)), made("span", "", PART_NAMES[node.part])];
@@ -156,6 +158,12 @@ function circumstances(step) {
   const expected = step.expected_tokens ? `, ${step.expected_tokens.toFixed(2)} expected` : "";
   const reason = step.reason && step.reason !== "fixed" ? `, policy: ${step.reason.replaceAll("_", " ")}` : "";
   return `${step.verifier} on ${step.expansion}${expected}, ${(1000 * step.step_s).toFixed(1)} ms${reason}`;
+}
+
+// What the step's pass read and multiplied, over the whole step's time.
+function roofline(step) {
+  const read = `${(step.read_bytes / 1e9).toFixed(2)} GB read, ${percent(step.bandwidth_share)} of this machine’s bandwidth`;
+  return `${read}; ${(step.operations / 1e9).toFixed(1)} G operations, ${percent(step.compute_share)} of its peak`;
 }
 
 function made(name, kind, text = "") {

@@ -47,3 +47,7 @@ class StepTrace(BaseModel):
     expected_tokens: float | None = Field(None, description="Mean number of tokens of this tree, over the verifier's draws.")
     step_s: float
     stage_s: dict[str, float]
+    read_bytes: int = Field(0, description="Bytes of weights and cached keys that the model's pass read at least.")
+    operations: int = Field(0, description="Operations of its products.")
+    bandwidth_share: float | None = Field(None, description="Those bytes over `step_s`, of the machine's peak; null in files.")
+    compute_share: float | None = Field(None, description="Those operations over `step_s`, of the machine's peak.")

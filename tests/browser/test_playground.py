@@ -92,6 +92,13 @@ def test_each_step_has_a_tree(answered: Page) -> None:
     assert largest > 5
 
 
+def test_a_step_has_its_roofline(answered: Page) -> None:
+    """Bytes and operations of its pass, and their shares of the peaks that were measured at the start."""
+    answered.locator("#drafted .step .token").first.click()
+    shares = r"\d+\.\d\d GB read, [\d.]+ % of this machine’s bandwidth; [\d.]+ G operations, [\d.]+ % of its peak"
+    expect(answered.locator("[data-place=detail]")).to_contain_text(re.compile(shares))
+
+
 def test_page_works_by_keyboard(answered: Page) -> None:
     scrubber = answered.get_by_role("slider", name="Step")
     scrubber.focus()

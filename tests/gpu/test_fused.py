@@ -5,14 +5,14 @@ import torch
 
 from engine.engine import Engine
 from engine.model.causal_lm import adopt
-from engine.sampling import device_choice
+from engine.sampling import choice_reference, device_choice
 from engine.sampling.noise import signed
 from engine.testing import tiny_engine, tiny_module
 from tests.gpu.device import CUDA, NEEDS_KERNELS
 from tests.gpu.test_paged import LIMITS, replayed
 from tests.model.driving import run
 from tests.model.mixed import mixed_requests
-from tests.model.sampling.test_device_choice import KEYS, TEMPERATURES, by_torch, logits_of
+from tests.model.sampling.test_device_choice import KEYS, TEMPERATURES, logits_of
 
 pytestmark = NEEDS_KERNELS
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
@@ -38,4 +38,4 @@ def test_choices_are_the_cpus():
     inverse_N = torch.tensor([1.0 / one if one else 0.0 for one in TEMPERATURES], dtype=torch.float64)
     keys_N = torch.tensor([signed(key) for key in KEYS])
     found_N3 = device_choice.chosen(logits_NV.to(CUDA), inverse_N.to(CUDA), keys_N.to(CUDA))
-    assert torch.equal(found_N3.cpu(), by_torch(logits_NV, inverse_N, keys_N))
+    assert torch.equal(found_N3.cpu(), choice_reference.chosen(logits_NV, inverse_N, keys_N))

@@ -92,6 +92,12 @@ def _by_row(segment: Segment) -> Iterator[Segment]:
 _ITSELF = np.ones((1, 1), dtype=np.bool_)
 
 
+def halves_of(numbers: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return two columns that hold numbers of 64 bits, the low halves first."""
+    halves_N2 = np.ascontiguousarray(numbers).view("<i4").reshape(-1, 2)
+    return [halves_N2[:, 0].astype(np.int64), halves_N2[:, 1].astype(np.int64)]
+
+
 def _padded(numbers: Numbers, padding: int, length: int) -> NDArray[np.int32]:
     padded = np.full(length, padding, dtype=np.int32)
     padded[: len(numbers)] = numbers
@@ -193,6 +199,13 @@ class PagedBatch:
     def write_slots_T(self) -> Int[Tensor, " T"]:
         """Slots to write."""
         return self.tokens[WRITE_SLOTS]
+
+    def wide_outputs(self, first: int) -> Int[Tensor, "C N"]:
+        """Return numbers of 64 bits from the output columns after `first`, two of them each (halves_of)."""
+        length, num_halves = self.shape.num_outputs, len(self.columns.outputs) - first
+        begin = len(self.columns.tokens) * self.shape.num_tokens + first * length
+        halves_C2N = self.table[begin : begin + num_halves * length].view(-1, 2, length)
+        return torch.stack(halves_C2N.unbind(1), dim=-1).view(torch.int64)[..., 0]
 
     def _read(self, first: int, count: int, length: int) -> tuple[Tensor, ...]:
         return (*self.table[first : first + count * length].view(count, length).to(torch.int64),)

@@ -15,7 +15,7 @@ from engine.core.step_plan import Row
 from engine.draft.checkpoints.dflash import Anchor, DFlashNetwork
 from engine.draft.checkpoints.medusa import MedusaNetwork
 from engine.draft.checkpoints.target_features import FeatureDrafter
-from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
+from engine.draft.drafter import FrontierNode, LevelProposal, ModelPasses, Proposal, TrimmedVocabulary
 from engine.kv_cache.canary import Canary
 from engine.model.causal_lm import CausalModel
 from engine.utils.host_transfer import integers
@@ -31,14 +31,21 @@ class _LevelDrafter(FeatureDrafter, ABC):
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed the target's features of committed tokens; predict every level after the roots."""
-        known = [root for root in roots if self._can_propose(root)]
+        return self._proposal(roots, self.feed_levels(rows, roots).passes)
+
+    def feed_levels(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> LevelProposal:
+        """Feed the target's features of committed tokens; predict every level after the roots."""
+        indices = [index for index, root in enumerate(roots) if self._can_propose(root)]
+        known = [roots[index] for index in indices]
         depths = [root.tree.row.expansion.max_depth for root in known]
+        levels_BLM = torch.empty(0, 0, self._num_known, device=self._target.device)
         with torch.inference_mode():
             num_fed = self._feed_features(rows)
-            levels = self._levels_after(known, min(max(depths), self.num_levels)) if known else ()
-        self._levels = {root.tree.row.request_id: of_root for root, of_root in zip(known, levels, strict=True)}
+            if known:
+                levels_BLM = self._levels_after(known, min(max(depths), self.num_levels))
+        self._levels = {root.tree.row.request_id: of_root for root, of_root in zip(known, levels_BLM, strict=True)}
         passes = ModelPasses.one(num_fed + len(known), len(known), self.fed_only_share) if num_fed or known else ModelPasses()
-        return self._proposal(roots, passes)
+        return LevelProposal(tuple(indices), levels_BLM, passes, self._vocab)
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Propose at nodes above the last level, without a pass."""

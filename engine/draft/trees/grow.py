@@ -6,15 +6,16 @@ V vocabulary, R recorded distributions.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.core.step_plan import Row
-from engine.core.tree import TokenTree, TreeKind
-from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses, Proposal
+from engine.core.tree import ROOT, TokenTree
+from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, LevelDrafter, ModelPasses, Proposal
 from engine.draft.trees.best_first import BestFirst
 from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_probs
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
@@ -28,15 +29,18 @@ from engine.draft.trees.grower import (
     plain_growth,
 )
 from engine.draft.trees.native_growth import HasNativeGrower
-from engine.draft.trees.sampling import ChildCandidates, candidates_of
+from engine.draft.trees.sampling import RANKED_KINDS, ChildCandidates, candidates_of
 from engine.draft.trees.strategies import Delayed, Static, Strategy
 from engine.draft.trees.topology import best_topology
+from engine.native.library import NUM_SCORES
 from engine.sampling.distributions import ranking_temperature
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers
 from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict, VerificationFailure
+
+_MOST_RANKED = 256  # distributions, which are in memory together
 
 
 def growers_of(drafter: Drafter | None, vocab_size: int, device: torch.device) -> tuple[TreeGrower, ...]:
@@ -45,8 +49,11 @@ def growers_of(drafter: Drafter | None, vocab_size: int, device: torch.device) -
     if drafter is None:
         return (feeder,)
     native = drafter.native_grower() if isinstance(drafter, HasNativeGrower) else None
-    own = drafter if isinstance(drafter, TreeGrower) else native
-    return (feeder, *([own] if own else ()), _RoundGrower(drafter, vocab_size, device))
+    own: TreeGrower | None = drafter if isinstance(drafter, TreeGrower) else native
+    has_waits = device.type != "cpu"  # which cost more than the ranking of levels that a tree does not reach
+    if own is None and has_waits and isinstance(drafter, LevelDrafter):
+        own = LevelGrower(drafter, vocab_size, device)
+    return (feeder, *([own] if own else ()), RoundGrower(drafter, vocab_size, device))
 
 
 def grow(
@@ -80,7 +87,7 @@ class _RootGrower:
 
 
 @dataclass(frozen=True)
-class _RoundGrower:
+class RoundGrower:
     """Grows trees of every kind with any drafter, in rounds: one draft pass for all frontier nodes of all requests."""
 
     drafter: Drafter
@@ -98,6 +105,32 @@ class _RoundGrower:
         return grow_by(strategies, self.drafter, rows, self.vocab_size, self.device, grammars)
 
 
+@dataclass(frozen=True)
+class LevelGrower:
+    """Grows ranked trees with a drafter that predicts all levels from the root: the trees of rounds, with one wait for numbers.
+
+    A level's ranking depends on no drafted token, also where the position's noise is added. Edits of logits do depend on them.
+    """
+
+    drafter: LevelDrafter
+    vocab_size: int
+    device: torch.device
+
+    def can_grow(self, rows: Sequence[Row]) -> bool:
+        """Return whether no tree samples or edits, and the ranked distributions are few."""
+        drafting = [row for row in rows if row.is_decoding and not row.expansion.is_plain]
+        most_levels = max((row.expansion.max_depth for row in drafting), default=0)
+        is_ranked = all(row.draw_kind in RANKED_KINDS and not row.sampling.edits_logits for row in drafting)
+        return is_ranked and len(drafting) * most_levels <= _MOST_RANKED
+
+    def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
+        """Feed the drafter the missing tokens and grow every decoding row's tree by its strategy."""
+        del grammars  # a row with a grammar edits its logits
+        strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
+        offers = _OffersByLevel(self.drafter, [row for row in rows if row.draft_ids])
+        return _grown(strategies, offers, self.vocab_size, self.device)
+
+
 def grow_by(
     strategies: Sequence[Strategy],
     drafter: Drafter,
@@ -107,34 +140,111 @@ def grow_by(
     grammars: GrammarMasks | None = None,
 ) -> Growth:
     """Feed the drafter the missing tokens and grow the decoding rows' trees by given strategies, one for each row."""
+    offers = _OffersByPass(drafter, [row for row in rows if row.draft_ids], grammars)
+    return _grown(strategies, offers, vocab_size, device)
+
+
+class _Offers(Protocol):
+    """The candidate children of nodes, round by round."""
+
+    probs: list[Tensor]  # distributions from which children were sampled
+    passes: ModelPasses  # so far
+
+    def after(self, frontier: Sequence[FrontierNode]) -> list[tuple[FrontierNode, ChildCandidates]]:
+        """Return the candidates of the frontier's nodes that have any. The first frontier, which may be empty, is the roots."""
+        ...
+
+
+class _OffersByPass:
+    """Candidates by a proposal of the drafter for each frontier."""
+
+    def __init__(self, drafter: Drafter, feeding: Sequence[Row], grammars: GrammarMasks | None) -> None:
+        self._drafter, self._feeding, self._grammars = drafter, feeding, grammars
+        self.probs: list[Tensor] = []
+        self.passes = ModelPasses()
+        self._is_first = True
+
+    def after(self, frontier: Sequence[FrontierNode]) -> list[tuple[FrontierNode, ChildCandidates]]:
+        """Return the candidates of nodes with a proposal."""
+        if self._is_first and not (frontier or self._feeding):
+            return []
+        proposal = self._drafter.feed(self._feeding, frontier) if self._is_first else self._drafter.extend(frontier)
+        self._is_first = False
+        self.passes += proposal.passes
+        return _node_candidates(frontier, proposal, self.probs, self._grammars) if frontier else []
+
+
+class _OffersByLevel:
+    """Candidates of all levels, ranked together and read at once: those of a node are its level's. Nothing is sampled."""
+
+    def __init__(self, drafter: LevelDrafter, feeding: Sequence[Row]) -> None:
+        self._drafter, self._feeding = drafter, feeding
+        self.probs: list[Tensor] = []
+        self.passes = ModelPasses()
+        self._by_level: dict[int, list[ChildCandidates | None]] | None = None
+
+    def after(self, frontier: Sequence[FrontierNode]) -> list[tuple[FrontierNode, ChildCandidates]]:
+        """Return the candidates of the nodes' levels, as many as the nodes need."""
+        if self._by_level is None:
+            self._by_level = self._ranked(frontier)
+        found = []
+        for node in frontier:
+            levels, depth = self._by_level.get(id(node.tree), []), node.tree.depths[node.node]
+            if depth < len(levels) and (candidates := levels[depth]) is not None:
+                node.tree.fed.add(node.node)
+                found.append((node, candidates.first(node.num_draws)))
+        return found
+
+    def _ranked(self, roots: Sequence[FrontierNode]) -> dict[int, list[ChildCandidates | None]]:
+        """Feed the drafter, and rank the tokens of each level after each root."""
+        if not (roots or self._feeding):
+            return {}
+        levels = self._drafter.feed_levels(self._feeding, roots)
+        self.passes = levels.passes
+        if not levels.indices:
+            return {}
+        num_levels, num_known = levels.logits_BLM.shape[1:]
+        nodes = [node for index in levels.indices for node in _level_nodes(roots[index], num_levels)]
+        ranked = candidates_of(nodes, levels.logits_BLM.reshape(-1, num_known), self.probs, levels.vocab)
+        firsts = range(0, len(ranked), num_levels)
+        pairs = zip(levels.indices, firsts, strict=True)
+        return {id(roots[index].tree): ranked[first : first + num_levels] for index, first in pairs}
+
+
+def _level_nodes(root: FrontierNode, num_levels: int) -> Iterator[FrontierNode]:
+    """Yield a node for each level after a root, with as many draws as any node there has, along a chain in place of all paths."""
+    chain, expansion = GrowingTree(root.tree.row, root.tree.sharpness), root.tree.row.expansion
+    num_draws = max(expansion.branches, NUM_SCORES if expansion.tree == "noise_aware" else 0)
+    for depth in range(num_levels):
+        yield FrontierNode(chain, depth, num_draws)
+        chain.add(depth, root.tree.token_ids[ROOT])
+
+
+def _grown(strategies: Sequence[Strategy], offers: _Offers, vocab_size: int, device: torch.device) -> Growth:
+    """Grow trees until no strategy has a frontier."""
     by_tree = {id(strategy.tree): strategy for strategy in strategies}
+    rounds, num_rounds = Counter[int](), 0
     frontier = [node for strategy in strategies for node in strategy.frontier()]
-    feeding = [row for row in rows if row.draft_ids]
-    probs: list[Tensor] = []
-    rounds, num_rounds, passes = Counter[int](), 0, ModelPasses()
-    if feeding or frontier:
-        proposal = drafter.feed(feeding, frontier)
-        passes = proposal.passes
-        while frontier:
-            num_rounds += 1
-            rounds.update({id(node.tree) for node in frontier})
-            for node, candidates in _node_candidates(frontier, proposal, probs, grammars):
-                by_tree[id(node.tree)].expand(node.node, candidates)
-                if node.tree.row.is_traced:
-                    of_tokens = dict(zip(candidates.token_ids, candidates.probs, strict=True))
-                    node.tree.draft_probs[node.sampling_context.path_ids] = of_tokens
-            frontier = [node for strategy in strategies for node in strategy.frontier()]
-            if frontier:
-                proposal = drafter.extend(frontier)
-                passes += proposal.passes
+    found = offers.after(frontier)
+    while frontier:
+        num_rounds += 1
+        rounds.update({id(node.tree) for node in frontier})
+        for node, candidates in found:
+            by_tree[id(node.tree)].expand(node.node, candidates)
+            if node.tree.row.is_traced:
+                of_tokens = dict(zip(candidates.token_ids, candidates.probs, strict=True))
+                node.tree.draft_probs[node.sampling_context.path_ids] = of_tokens
+        frontier = [node for strategy in strategies for node in strategy.frontier()]
+        found = offers.after(frontier) if frontier else []
     of_trees = tuple(rounds[id(strategy.tree)] for strategy in strategies)
-    return replace(_growth(strategies, probs, vocab_size, device, of_trees), num_rounds=num_rounds, passes=passes)
+    grown = _growth(strategies, offers.probs, vocab_size, device, of_trees)
+    return replace(grown, num_rounds=num_rounds, passes=offers.passes)
 
 
 def strategy_of(row: Row, calibration: RuleCalibration) -> Strategy:
     """Return the strategy of a row. Only deterministic and shared-noise rows may drop nodes, so only they use BestFirst."""
     tree, expansion = GrowingTree(row, calibration.agreement.sharpness), row.expansion
-    is_sampled = row.draw_kind not in (TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE)
+    is_sampled = row.draw_kind not in RANKED_KINDS
     if expansion.is_delayed:
         return Delayed(tree)
     if expansion.tree == "static":

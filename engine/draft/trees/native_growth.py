@@ -19,7 +19,7 @@ from engine.draft.text.text_cache import CachedDistribution, TextCache
 from engine.draft.trees.best_first import PRIOR_CONTINUED, PRIOR_EXPANDED
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
 from engine.draft.trees.grower import Growth, NodeValues, no_distributions, origins_of
-from engine.draft.trees.sampling import ChildCandidates
+from engine.draft.trees.sampling import RANKED_KINDS, ChildCandidates
 from engine.native.growth import Growing, GrownTree, Offers, RankedRow
 from engine.native.library import Fed
 from engine.sampling.distributions import is_typical, ranking_params, ranking_temperature, truncation
@@ -92,11 +92,8 @@ class HasNativeGrower(Protocol):
 
 def _is_supported(row: Row) -> bool:
     is_noise_aware = row.expansion.tree == "noise_aware"
-    is_top_ranked = row.draw_kind in _TOP_RANKED and (is_noise_aware or row.expansion.kind is TreeKind.PATH)
+    is_top_ranked = row.draw_kind in RANKED_KINDS and (is_noise_aware or row.expansion.kind is TreeKind.PATH)
     return is_top_ranked and not (row.sampling.edits_logits or is_typical(ranking_params(row.sampling)))
-
-
-_TOP_RANKED = (TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE)
 
 
 class _TextPredictions:

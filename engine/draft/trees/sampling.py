@@ -9,7 +9,7 @@ node, C children of a node, R recorded distributions.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,12 @@ class ChildCandidates:
     probs: tuple[float, ...]
     noise: tuple[float, ...] = ()
     collision: float = 0.0
+
+    def first(self, count: int) -> "ChildCandidates":
+        """Return the best `count` of ranked candidates."""
+        if count >= len(self.token_ids):
+            return self
+        return replace(self, token_ids=self.token_ids[:count], probs=self.probs[:count], noise=self.noise[:count])
 
 
 def candidates_of(
@@ -207,6 +213,7 @@ _SAMPLING_RULES: dict[TreeKind, _SamplingRule] = {
     TreeKind.SET_PLUS_SAMPLE: _sample_set_plus_one,
 }
 _TOP_RULES = {TreeKind.DETERMINISTIC: _top_by_prob, TreeKind.SHARED_NOISE: _top_by_noisy_score}
+RANKED_KINDS = frozenset(_TOP_RULES)
 
 
 class _HostRow(NamedTuple):

@@ -12,7 +12,7 @@ from engine.core.rng_keys import Stream, stream_key
 from engine.core.tree import parse_expansion
 from engine.model.causal_lm import adopt
 from engine.native import distributions, noise
-from engine.sampling import device_choice
+from engine.sampling import choice_reference, device_choice
 from engine.sampling.noise import gumbels, signed
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import run
@@ -30,15 +30,6 @@ TEMPERATURES = [0.0, 1.0, 0.3, 1.7, 1e-30, 0.0]
 
 def logits_of(num_nodes: int = len(KEYS)) -> Tensor:
     return torch.randn(num_nodes, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
-
-
-def by_torch(logits_NV: Tensor, inverse_N: Tensor, keys_N: Tensor) -> Tensor:
-    """Return what the kernels choose, for any device."""
-    keys = [key % (1 << 64) for key in keys_N.numpy().tolist()]
-    scores_NV = logits_NV.double() * inverse_N[:, None] + gumbels(keys, logits_NV.shape[-1])
-    tops = logits_NV.double()
-    chosen_N = torch.where(inverse_N > 0, scores_NV.argmax(-1), tops.argmax(-1))
-    return torch.stack([tops.amax(-1), tops.argmax(-1).double(), chosen_N.double()], dim=-1)
 
 
 def chosen_of(logits_NV: Tensor, temperatures: Sequence[float] = TEMPERATURES) -> list[int]:
@@ -103,8 +94,8 @@ def on_a_device(monkeypatch):
     """Take a processor for a GPU whose kernels are their reference."""
     monkeypatch.setattr(distributions, "can_read", lambda _: False)
     monkeypatch.setattr(noise, "can_choose", lambda _: False)
-    monkeypatch.setattr(device_choice, "can_choose", lambda _: True)
-    monkeypatch.setattr(device_choice, "chosen", by_torch)
+    monkeypatch.setattr(device_choice, "can_choose_on", lambda _: True)
+    monkeypatch.setattr(device_choice, "chosen", choice_reference.chosen)
 
 
 def texts_by(tree: str) -> dict[str, list[int]]:

@@ -8,6 +8,7 @@ import torch
 from engine.core.config import SchedulerConfig
 from engine.core.types import ErrorCode, FinishReason, Progress, Request, SamplingParams
 from engine.engine import Engine
+from engine.model.passes import NO_DRAWS
 from engine.testing import tiny_engine
 from engine.verify import prompt_logprobs as prompt_scores
 from engine.verify.dispatch import logprobs_of
@@ -138,8 +139,8 @@ def with_a_broken_probs(engine: Engine) -> Engine:
     """Return the engine with NaN in the last distribution of each chunk of one request's prompt only."""
     forward = engine.target.forward
 
-    def broken(plan, trees, places=()):
-        logits_NV = forward(plan, trees, places).clone()
+    def broken(plan, trees, places=(), draws=NO_DRAWS):
+        logits_NV = forward(plan, trees, places, draws).clone()
         first = sum(tree.num_nodes for tree in trees)
         for one in _SCORED_BY(plan, trees):
             first += len(one.token_ids)
