@@ -12,7 +12,8 @@ class SchedulerConfig:
     """Limits of the scheduler. Tokens are counted in packed rows of one target forward, slots in cached tokens.
 
     `max_waiting_tokens` bounds the prompt tokens in the queue; a request that waits alone may have more. Requests with the same
-    cache salt share cached prefixes in blocks of `prefix_block_tokens`; 0 turns the prefix cache off.
+    cache salt share cached prefixes in blocks of `prefix_block_tokens`; 0 turns the prefix cache off. With `has_cache_events` its
+    changes are recorded.
     """
 
     max_running: int = 32
@@ -22,6 +23,7 @@ class SchedulerConfig:
     num_slots: int = 32768
     max_model_len: int = 8192
     prefix_block_tokens: int = BLOCK_TOKENS
+    has_cache_events: bool = False
 
     def __post_init__(self) -> None:
         if min(self.max_running, self.max_waiting, self.max_waiting_tokens, self.num_slots, self.max_model_len) < 1:
