@@ -1,5 +1,5 @@
 #!/bin/sh
-# Writes .env for docker-compose.yml: a key to use the API, one to administer it, one for Prometheus, Grafana's password.
+# Writes .env for the compose files: a key to use the API, one to administer it, one for Prometheus, Grafana's password.
 set -eu
 cd "$(dirname "$0")/.."
 if [ -e .env ]; then
@@ -11,6 +11,7 @@ key() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }
 use=$(key) admin=$(key)
 cat > .env <<END
 LATEBRANCH_API_KEYS=user:use:$use,admin:admin:$admin
+LATEBRANCH_ADMIN_KEY=$admin
 LATEBRANCH_SCRAPE_KEY=$(key)
 GRAFANA_ADMIN_PASSWORD=$(key)
 END

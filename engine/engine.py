@@ -12,6 +12,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from engine.core.cache_events import CacheEvent
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionChoice, ExpansionPolicy
 from engine.core.step_observer import PolicyFeedback, StepObserver
@@ -57,10 +58,11 @@ _GRAMMAR_WAIT_S = 0.05  # for which an engine without other work waits for a gra
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The events of requests in one step, and its statistics."""
+    """The events of requests in one step, its statistics, and changes of the prefix cache since the last step."""
 
     events: tuple[TokenEvent, ...]
     stats: StepStats
+    cache_events: tuple[CacheEvent, ...] = ()
 
 
 class _TargetPass(NamedTuple):
@@ -188,7 +190,7 @@ class Engine:
         stats, rows = stats_of(record, self._scheduler, self._target), traced_rows(record, probs)
         for observer in self._observers:
             observer.after_step(stats, rows)
-        return StepOutput(with_traces(events, stats, rows, self.info.peaks), stats)
+        return StepOutput(with_traces(events, stats, rows, self.info.peaks), stats, self.take_cache_events())
 
     def add_observer(self, observer: StepObserver) -> None:
         """Call the observer in every step from now on."""
@@ -211,6 +213,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise IntegrityError if slots, tables and sequences are inconsistent. Valid between steps."""
         self._scheduler.check_integrity()
+
+    def take_cache_events(self) -> tuple[CacheEvent, ...]:
+        """Return the changes of the prefix cache since the last call. `step` returns them itself."""
+        return self._scheduler.take_cache_events()
 
     def forcing(self) -> TeacherForcing:
         """Return a TeacherForcing that uses this engine's slots. It may run only while the engine has no work."""

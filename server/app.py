@@ -27,6 +27,7 @@ from server.http.hosts import is_bound_to_loopback
 from server.http.logs import configure_logging
 from server.http.middleware import BodyLimit, ErrorBoundary, HeadAsGet, HeaderLimit, RequestContext
 from server.http.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
+from server.kv_events import KvEventPublisher
 from server.launch import TEMPLATE
 from server.metrics.http import HttpMeter
 from server.openapi import declare_keys
@@ -53,9 +54,10 @@ def create_app(
     """
     fetch = partial(resolve, settings.model) if engine is None and tokenizer is None else None
     load = partial(_tokenizer_of, settings.model) if tokenizer is None else lambda: tokenizer
-    runtime = Runtime(settings, engine or _worker(settings), load, on_fatal, fetch)
+    publisher = _publisher(settings) if engine is None else None
+    runtime = Runtime(settings, engine or _worker(settings, publisher), load, on_fatal, fetch)
     app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, docs_url=None, redoc_url=None)
-    app.state.runtime = runtime
+    app.state.runtime, app.state.publisher = runtime, publisher
     for routes in (generation, responses, anthropic, infill, models, tokens, operations):
         app.include_router(routes.router)
     pages, paths = _add_pages(app, settings)
@@ -85,6 +87,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     await runtime.stop(0.0)
     runtime.responses.close()
+    if app.state.publisher is not None:
+        await asyncio.to_thread(app.state.publisher.close)  # after the worker, whose end it publishes
     if (tracing := getattr(app.state, "tracing", None)) is not None:
         await asyncio.to_thread(tracing.shutdown)  # sends the remaining spans
 
@@ -130,13 +134,22 @@ def _add_error_answers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, answer_http_exception)
 
 
-def _worker(settings: Settings) -> EngineService:
+def _publisher(settings: Settings) -> KvEventPublisher | None:
+    if settings.kv_events is None:
+        return None
+    return KvEventPublisher(settings.kv_events, settings.kv_events_replay, settings.kv_events_topic or "")
+
+
+def _worker(settings: Settings, publisher: KvEventPublisher | None) -> EngineService:
     config = settings.to_engine_config()
     supervision = Supervision(hang_limit_s=settings.hang_limit_s, max_deaths=settings.max_deaths)
     dumps = CrashDumps(Path(settings.crash_dump_dir), settings.crash_dump_texts) if settings.crash_dump_dir else None
     configure = partial(configure_logging, settings.log_level, settings.log_format, is_worker=True)
     launcher = ProcessLauncher(config, served_engine, TEMPLATE if settings.spare_worker else None, configure)
-    return WorkerClient(launcher, config.scheduler, supervision, dumps)
+    client = WorkerClient(launcher, config.scheduler, supervision, dumps)
+    if publisher is not None:
+        client.add_cache_listener(publisher.publish)
+    return client
 
 
 def _tokenizer_of(reference: str) -> Tokenizer:

@@ -106,6 +106,17 @@ def _checked_expansion(value: Any) -> Any:
     return str(parse_expansion(value)) if isinstance(value, str) else value
 
 
+def _checked_endpoint(value: str) -> str:
+    """Return a ZeroMQ endpoint; raise ValueError for other text."""
+    port = re.fullmatch(r"tcp://(?:[^\s/:]+|\[[0-9A-Fa-f:.%\w]+\]):([0-9]{1,5})", value)
+    if not re.fullmatch(r"ipc://\S+", value) and (port is None or not 0 < int(port[1]) < 1 << 16):
+        raise ValueError(f"{value!r} is none of tcp://*:PORT, tcp://HOST:PORT and ipc://PATH")
+    return value
+
+
+Endpoint = Annotated[str, AfterValidator(_checked_endpoint)]
+
+
 class Settings(BaseSettings):
     """One server's settings; see each description."""
 
@@ -374,6 +385,19 @@ class Settings(BaseSettings):
         description="Requests that share cached prefixes: those of one API key (and one cache_salt), all, or none; with all, the "
         "time to the first token can reveal the prompts of others.",
     )
+    kv_events: Endpoint | None = Field(
+        default=None,
+        description="ZeroMQ endpoint where changes of the prefix cache are published in vLLM's form, with the tokens of prompts "
+        "and answers: tcp://*:5557 or ipc://PATH listens, tcp://HOST:PORT connects to a router. Unset: none.",
+    )
+    kv_events_replay: Endpoint | None = Field(
+        default=None, description="Endpoint that sends missed messages of kv_events again, such as tcp://*:5558. Unset: none."
+    )
+    kv_events_topic: str | None = Field(
+        default=None,
+        max_length=MAX_NAME_CHARS,
+        description="Topic of these messages; llm-d expects kv@HOST:PORT@MODEL. Unset: empty.",
+    )
 
     deterministic: bool = Field(
         default=False,
@@ -450,6 +474,14 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _kv_events_have_a_source(self) -> Self:
+        if self.kv_events is None and (self.kv_events_replay or self.kv_events_topic):
+            raise ValueError("kv_events_replay and kv_events_topic are given only with kv_events")
+        if self.kv_events is not None and self.prefix_cache == "off":
+            raise ValueError("kv_events is given only with a prefix cache")
+        return self
+
+    @model_validator(mode="after")
     def _tracing_is_installed(self) -> Self:
         if self.otlp_endpoint is not None and not _is_tracing_installed():
             raise ValueError("otlp_endpoint needs the extra otel: pip install 'latebranch[otel]'")
@@ -487,6 +519,9 @@ class Settings(BaseSettings):
                 self.public and self.ssl_certfile is None
             ),
             "cors_origins has *: every web page may call the API": "*" in self.cors_origins,
+            f"kv_events sends the tokens of prompts and answers, unencrypted, to whatever subscribes to {self.kv_events}": (
+                (self.kv_events or "ipc://").startswith("tcp://")
+            ),
             **{f"every user of this machine may read {path}": may_others_read(path) for path in secret_files},
         }
         return tuple(text for text, is_so in found.items() if is_so)
@@ -604,6 +639,7 @@ class Settings(BaseSettings):
                 max_model_len=self.max_model_len,
                 prefix_block_tokens=0 if self.prefix_cache == "off" else BLOCK_TOKENS,
                 decode_pace=self.decode_pace,
+                has_cache_events=self.kv_events is not None,
             ),
         )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from engine.core.cache_events import CacheEvent
 from engine.core.config import EngineConfig
 from engine.core.types import FinishReason, ModelInfo, Request, SamplingParams, StepStats, TokenEvent
 from engine.scheduler.slot_allocator import IntegrityError
@@ -38,6 +39,7 @@ class Trick(IntEnum):
 class CountingOutput:
     events: tuple[TokenEvent, ...]
     stats: StepStats
+    cache_events: tuple[CacheEvent, ...] = ()
 
 
 class CountingEngine:

@@ -78,7 +78,7 @@ class AuditedEngine:
             _logger.exception("audit: a record cannot be checked")  # a fault of the audit must not reach clients
             self._forcing.stop()
             self._auditor.drop()
-        return StepOutput((), self._stats(num_tokens))
+        return StepOutput((), self._stats(num_tokens), self._engine.take_cache_events())
 
     def _stats(self, num_pass_tokens: int) -> StepStats:
         """Return the stats of a step of the audit, in which no request runs."""

@@ -13,7 +13,8 @@ class SchedulerConfig:
 
     `max_waiting_tokens` bounds the prompt tokens in the queue; a request that waits alone may have more. Requests with the same
     cache salt share cached prefixes in blocks of `prefix_block_tokens`; 0 turns the prefix cache off. While prompts longer than a
-    step are fed, decoding sequences keep at least `decode_pace` of their tokens a second.
+    step are fed, decoding sequences keep `decode_pace` of their tokens a second. With `has_cache_events` changes of the prefix
+    cache are recorded.
     """
 
     max_running: int = 32
@@ -24,6 +25,7 @@ class SchedulerConfig:
     max_model_len: int = 8192
     prefix_block_tokens: int = BLOCK_TOKENS
     decode_pace: float = 0.65
+    has_cache_events: bool = False
 
     def __post_init__(self) -> None:
         if min(self.max_running, self.max_waiting, self.max_waiting_tokens, self.num_slots, self.max_model_len) < 1:

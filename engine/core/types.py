@@ -157,8 +157,9 @@ class Request:
     `prediction_ids` is the output that the client expects. It is used for drafting and does not change the distribution. Outputs
     of a `tenant` may be used for drafting in later requests of the same tenant only; the empty tenant shares nothing. The
     tenant's name up to the first slash is its `group`, an API key. Requests with the same `cache_salt` share cached prefixes;
-    None shares nothing. The queue serves groups in turn. Within its group, a request of `priority` p is queued as if p more
-    requests had arrived before it. A negative p means fewer requests. `progress` is empty unless the request is resumed.
+    None shares nothing. Its text after the first slash is the client's own salt. The queue serves groups in turn. Within its
+    group, a request of `priority` p is queued as if p more requests had arrived before it. A negative p means fewer requests.
+    `progress` is empty unless the request is resumed.
     The target runs under the LoRA adapter named `adapter`; None is the base. Requests of different adapters share no prefixes.
 
     `drawn_seed` seeds the noise of a request without a seed. It is drawn once, when the request is created, and is the same in

@@ -15,6 +15,7 @@ that is not known to be finite is freed with its last user. Knows sequences and 
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from engine.scheduler.cache_event_log import CacheEventLog
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.slot_allocator import Block, BlockKey, IntegrityError
 
@@ -22,8 +23,9 @@ from engine.scheduler.slot_allocator import Block, BlockKey, IntegrityError
 class PrefixCache:
     """Owns the blocks of `block_tokens` tokens each. Sequences without a salt neither use nor add blocks."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, log: CacheEventLog | None = None) -> None:
         self._block_tokens = block_tokens
+        self._log = log  # of changes of the lookup
         self._by_key: dict[BlockKey, Block] = {}  # blocks that can be looked up
         self._unused: OrderedDict[Block, None] = OrderedDict()  # the least recently used first
         self._num_made = 0
@@ -59,19 +61,26 @@ class PrefixCache:
         return parent, tuple(sequence.token_ids[start : start + self._block_tokens])
 
     def publish(self, sequence: Sequence) -> None:
-        """Add blocks for a sequence's newly cached tokens. If a block exists already, the sequence keeps its own slots."""
+        """Add blocks for a sequence's newly cached tokens. If a block exists already, the sequence keeps its own slots.
+
+        Nothing is added below a block that was invalidated, because it could not be found.
+        """
         if sequence.salt is None:
             return
         size = self._block_tokens
+        added: list[Block] = []
         while sequence.target_len >= sequence.num_shared + size:
             key = self._next_key(sequence)
-            if key in self._by_key:
+            if key in self._by_key or (sequence.blocks and not self._is_listed(sequence.blocks[-1])):
                 break
             self._num_made += 1
             start = sequence.num_shared
             block = Block(self._num_made, key, tuple(sequence.slots[start : start + size]), num_users=1)
             self._by_key[key] = block
             sequence.blocks.append(block)
+            added.append(block)
+        if added and self._log is not None:
+            self._log.add(added, sequence.salt)
         num_drafted = min(len(sequence.blocks), sequence.draft_len // size)
         for block in sequence.blocks[sequence.num_marked : num_drafted]:
             block.is_drafted = True
@@ -100,8 +109,14 @@ class PrefixCache:
         return freed
 
     def invalidate(self, sequence: Sequence) -> None:
-        """Remove a sequence's blocks from the lookup, because their content is not trusted."""
-        for block in sequence.blocks:
+        """Remove a sequence's blocks, and all blocks after them, from the lookup, because their content is not trusted."""
+        serials = {block.serial for block in sequence.blocks}
+        found: list[Block] = []
+        for block in self._by_key.values():  # parents come before children
+            if block.serial in serials or block.key[0] in serials:
+                serials.add(block.serial)
+                found.append(block)
+        for block in reversed(found):
             self._unlist(block)
 
     def evict(self) -> tuple[int, ...]:
@@ -110,9 +125,14 @@ class PrefixCache:
         self._unlist(block)
         return block.slots
 
+    def _is_listed(self, block: Block) -> bool:
+        return self._by_key.get(block.key) is block
+
     def _unlist(self, block: Block) -> None:
-        if self._by_key.get(block.key) is block:
+        if self._is_listed(block):
             del self._by_key[block.key]
+            if self._log is not None:
+                self._log.remove(block)
 
     def check(self, sequences: Iterable[Sequence]) -> list[int]:
         """Return the slots of all blocks. Raise IntegrityError unless they agree with the sequences' tokens and tables."""

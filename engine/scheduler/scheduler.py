@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from engine.core.cache_events import CacheEvent
 from engine.core.config import SchedulerConfig
 from engine.core.policy import BatchViews
 from engine.core.step_plan import Feeding, Row, StepPlan
 from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthCosts, TokenTree
 from engine.core.types import FinishReason
 from engine.core.verifier_table import fitted
+from engine.scheduler.cache_event_log import CacheEventLog
 from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.prompt_pacing import PromptPacing
@@ -57,7 +59,8 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, feeding: Feeding) -> None:
         self.pool = SlotAllocator(config.num_slots)
-        self._prefix_cache = PrefixCache(config.prefix_block_tokens)
+        self._cache_log = CacheEventLog() if config.has_cache_events else None
+        self._prefix_cache = PrefixCache(config.prefix_block_tokens, self._cache_log)
         self._num_prefix_queries = self._num_prefix_hits = 0  # prompt tokens, since the last plan
         self.pacing = PromptPacing(config.decode_pace)
         self._config = config
@@ -112,6 +115,10 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether there is a sequence."""
         return bool(self._by_id)
+
+    def take_cache_events(self) -> tuple[CacheEvent, ...]:
+        """Return the changes of the prefix cache since the last call; none unless the configuration has them recorded."""
+        return () if self._cache_log is None else self._cache_log.take()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if its id is in use."""

@@ -7,20 +7,21 @@ processes. Client and worker share nothing but messages.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from engine.core.cache_events import AllBlocksCleared, CacheEvent
 from engine.core.config import SchedulerConfig
 from engine.core.service import EngineHealth, EngineRefused, EngineState, EngineUnavailable, loaded
 from engine.core.types import ErrorCode, ModelInfo, Request, StepStats
 from engine.utils.run_folder import run_folder
 from engine.worker.connection import Launcher, WorkerConnection, WorkerDied
 from engine.worker.crash_dump import CrashDumps, WorkerDeath
+from engine.worker.listeners import Listeners, StatsListener
 from engine.worker.messages import Abort, Add, Command, Ready, StepResult, WorkerEvent, encode_message
 from engine.worker.recovery import Recovery
 from engine.worker.request_table import MAX_RETRY_S, RequestTable, TokenEventStream, clamped_retry_s
 from engine.worker.restart_limits import DeathRecord, Supervision
-from engine.worker.stats_listeners import StatsListener, StatsListeners
 from engine.worker.step_log import StepNote
 
 _logger = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class WorkerClient:
         self._supervision = supervision or Supervision()
         self._request_table = RequestTable(limits, self._post_abort)
         self._recovery = Recovery(self._request_table, self._post_add, self._supervision.max_deaths, limits.max_running)
-        self._listeners = StatsListeners()
+        self._listeners: Listeners[StepStats] = Listeners()
+        self._cache_listeners: Listeners[Sequence[CacheEvent]] = Listeners()
         self._dumps = dumps
         self._last_stats: StepStats | None = None  # of the current worker
         self._deaths = DeathRecord(self._supervision)
@@ -138,6 +140,10 @@ class WorkerClient:
         """Call `listener` on the event loop with the statistics of each step."""
         self._listeners.add(listener)
 
+    def add_cache_listener(self, listener: Callable[[Sequence[CacheEvent]], None]) -> None:
+        """Call `listener` on the event loop with the changes of the prefix cache, which the end of a worker empties."""
+        self._cache_listeners.add(listener)
+
     def _require_ready(self) -> None:
         if self._state is not EngineState.READY:
             raise EngineUnavailable(f"the engine is {self._state}: {self._detail}".rstrip(": "), self._retry_after_s)
@@ -200,12 +206,15 @@ class WorkerClient:
         finally:
             self._connection = None
             link.close()
+            self._cache_listeners.notify((AllBlocksCleared(),))
 
     def _handle_event(self, event: WorkerEvent) -> None:
         match event:
             case Ready(info):
                 self._handle_ready(info)
-            case StepResult(events, stats):
+            case StepResult(events, stats, cache_events):
+                if cache_events:
+                    self._cache_listeners.notify(cache_events)
                 self._request_table.deliver(events)
                 self._recovery.on_events()
                 if stats is not None:

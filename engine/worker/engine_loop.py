@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from engine.core.cache_events import CacheEvent
 from engine.core.config import EngineConfig
 from engine.core.types import ModelInfo, Request, StepStats, TokenEvent
 from engine.core.validation import refusal_event
@@ -28,6 +29,11 @@ class SteppedOutput(Protocol):
     @property
     def stats(self) -> StepStats:
         """The step's statistics."""
+        ...
+
+    @property
+    def cache_events(self) -> tuple[CacheEvent, ...]:
+        """Changes of the prefix cache since the last step."""
         ...
 
 
@@ -112,7 +118,7 @@ class EngineLoop:
         for event in events:
             if event.finish is not None:
                 del self._live[event.request_id]
-        return StepResult((*refusals, *events), output.stats)
+        return StepResult((*refusals, *events), output.stats, output.cache_events)
 
     def check_idle(self) -> None:
         """Raise IntegrityError if the idle engine did not end a live request or is inconsistent."""

@@ -14,12 +14,12 @@ from contextlib import suppress
 
 from engine.core.config import SchedulerConfig
 from engine.core.service import EngineHealth, EngineState, EngineUnavailable, loaded
-from engine.core.types import ErrorCode, ModelInfo, Request
+from engine.core.types import ErrorCode, ModelInfo, Request, StepStats
 from engine.worker.engine_loop import SteppedEngine
+from engine.worker.listeners import Listeners, StatsListener
 from engine.worker.messages import Abort, Add, Command, Failed, Ready, Shutdown, StepResult, WorkerEvent
 from engine.worker.process import MAX_COMMANDS, Worker, describe_error
 from engine.worker.request_table import MAX_RETRY_S, RequestTable, TokenEventStream
-from engine.worker.stats_listeners import StatsListener, StatsListeners
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class InProcessEngine:
         self._build = build
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._request_table = RequestTable(limits, lambda request_id: self._commands.put(Abort(request_id)))
-        self._listeners = StatsListeners()
+        self._listeners: Listeners[StepStats] = Listeners()
         self._state = EngineState.STOPPED
         self._detail = ""
         self._model: ModelInfo | None = None

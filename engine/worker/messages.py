@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from engine.core.cache_events import CacheEvent
 from engine.core.types import ModelInfo, Request, StepStats, TokenEvent
 
 
@@ -51,6 +52,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="turn"):
 
     events: tuple[TokenEvent, ...]
     stats: StepStats | None = None
+    cache_events: tuple[CacheEvent, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

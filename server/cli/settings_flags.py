@@ -25,7 +25,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "size": (
         *("num_slots", "max_model_len", "max_running", "max_waiting", "max_waiting_tokens", "max_step_tokens", "decode_pace"),
-        *("prefix_cache", "spare_worker"),
+        *("prefix_cache", "spare_worker", "kv_events", "kv_events_replay", "kv_events_topic"),
     ),
     "limits of requests": (
         *("max_requests_per_minute", "max_concurrent_requests", "max_tokens_per_minute", "max_body_bytes"),

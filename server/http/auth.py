@@ -82,9 +82,9 @@ def owner_of(request: Request) -> str:
 
 
 def cache_salt_of(tenant: str, salt: str | None, is_for_all: bool) -> str:
-    """Return the salt of cached prefixes: the key, unless all keys share prefixes, and the client's salt."""
+    """Return the salt of cached prefixes: the key, unless all keys share prefixes, and the client's salt after a slash."""
     key = "" if is_for_all else group_of(tenant)
-    return f"{key}/{_digest(salt).hex()}" if salt else key
+    return f"{key}/{salt}" if salt else key
 
 
 def _digest(key: str) -> bytes:

@@ -151,7 +151,7 @@ async def test_a_listener_that_raises_stops_nothing(caplog: pytest.LogCaptureFix
         with caplog.at_level(logging.ERROR):
             await collect(client, counting_request("a", 1, max_tokens=3))
     assert steps == [1, 2, 3]
-    assert "a listener failed on step 1" in caplog.text
+    assert "a listener failed" in caplog.text
 
 
 class TestStop:

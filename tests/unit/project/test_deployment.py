@@ -24,8 +24,11 @@ from tests.tokenizers_for_tests import byte_level
 ROOT = Path(__file__).parents[3]
 
 
-def _compose():
-    return yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+COMPOSE_FILES = (ROOT / "docker-compose.yml", ROOT / "deploy" / "compose.replicas.yml")
+
+
+def _compose(path: Path = COMPOSE_FILES[0]):
+    return yaml.safe_load(path.read_text())
 
 
 def _pins() -> dict[str, str]:
@@ -51,26 +54,49 @@ def test_prometheus_scrapes_the_compose_server():
     assert job["metrics_path"] == "/metrics"
 
 
-def test_compose_mounts_exist_and_volumes_are_declared():
-    compose = _compose()
+@pytest.mark.parametrize("path", COMPOSE_FILES, ids=lambda path: path.name)
+def test_compose_mounts_exist_and_volumes_are_declared(path: Path):
+    compose = _compose(path)
     for name, service in compose["services"].items():
         assert {"build", "image"} & service.keys(), name
         assert service["healthcheck"]["test"][0] == "CMD"
-        for mount in service["volumes"]:
+        for mount in service.get("volumes", ()):
             source = mount.split(":")[0]
             assert (ROOT / source).exists() if source.startswith(".") else source in compose["volumes"]
 
 
 def test_compose_publishes_to_this_machine_only():
     """The server requires no key by default, so a port open to other machines must be an explicit decision."""
-    ports = [port for service in _compose()["services"].values() for port in service["ports"]]
-    assert ports
-    assert all(port.startswith("127.0.0.1:") for port in ports)
+    for path in COMPOSE_FILES:
+        ports = [port for service in _compose(path)["services"].values() for port in service.get("ports", ())]
+        assert ports
+        assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
 def test_compose_waits_longer_than_the_server_drains():
     grace_s = int(_compose()["services"]["server"]["stop_grace_period"].removesuffix("s"))
     assert grace_s > Settings.model_fields["drain_s"].default
+
+
+def test_gateway_presents_the_replicas_key():
+    """smg reads loads with its own key and admits that key alone, so the replicas have it; each is a worker of the gateway."""
+    services = _compose(COMPOSE_FILES[1])["services"]
+    gateway = services.pop("gateway")
+    key = next(flag for flag in gateway["command"] if flag.startswith("--api-key=")).partition("=")[2]
+    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for service in services.values():
+        assert service["environment"]["LATEBRANCH_API_KEYS"] == key
+        assert service["image"] == f"latebranch:{number}"
+        assert int(service["stop_grace_period"].removesuffix("s")) > Settings.model_fields["drain_s"].default
+        assert not service.get("ports")
+    urls = gateway["command"][gateway["command"].index("--worker-urls") + 1 :]
+    assert urls == [f"http://{name}:{Settings.model_fields['port'].default}" for name in services]
+    assert len(urls) == 3
+    assert gateway["depends_on"].keys() == services.keys()
+    assert "smg==" + gateway["image"].partition(":")[2] in gateway["build"]["dockerfile_inline"]
+    assert re.findall(r"smg==\S+", gateway["build"]["dockerfile_inline"]) == re.findall(
+        r"smg==\S+", (ROOT / "tests" / "cluster" / "gateway.txt").read_text()
+    )
 
 
 def test_dockerignore_allows_every_copied_file():
@@ -127,8 +153,9 @@ def test_image_drops_root_and_mounts_weights():
 
 def test_containers_can_gain_no_privileges():
     """The bug: Prometheus and Grafana kept the default capabilities, which neither needs."""
-    for name, service in _compose()["services"].items():
-        assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"]), name
+    for path in COMPOSE_FILES:
+        for name, service in _compose(path)["services"].items():
+            assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"]), name
 
 
 def test_every_dependency_has_an_allowed_pin():
@@ -210,6 +237,7 @@ def test_script_keys_match_the_compose_file(tmp_path: Path):
         ("prometheus", "scrape"),
     ]
     assert settings.warnings == ()
-    assert set(re.findall(r"\$\{(\w+):\?", (ROOT / "docker-compose.yml").read_text())) == set(values)
+    assert set(re.findall(r"\$\{(\w+):\?", "".join(path.read_text() for path in COMPOSE_FILES))) == set(values)
+    assert values["LATEBRANCH_ADMIN_KEY"] == settings.all_api_keys[1].secret
     assert subprocess.run(["sh", script], check=False, capture_output=True).returncode == 1, "keys are never replaced"
     assert "/.env" in (ROOT / ".gitignore").read_text().splitlines()

@@ -110,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         wish=st.none() | expansions(),
         priority=st.sampled_from([0, 0, 0, -2, 3]),
         num_common=st.sampled_from([0, 3, 6, 9, 12]),
-        salt=st.sampled_from(["", "", "", "other", None]),
+        salt=st.sampled_from(["", "", "", "/other", None]),
         adapter=st.sampled_from([None, None, None, "adapter"]),
         is_scored=st.sampled_from([False, False, False, True]),
     )

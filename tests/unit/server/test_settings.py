@@ -125,6 +125,7 @@ def test_every_engine_field_is_a_setting():
         "is_selector_optional",
         "is_restart",
         "prefix_block_tokens",  # prefix_cache
+        "has_cache_events",  # kv_events
     }
     assert fields <= set(Settings.model_fields)
 
