@@ -1,4 +1,4 @@
-"""The `latebranch` command: serve, doctor, weights, bench, audit, drafter, selector, trace, version.
+"""The `latebranch` command: serve, doctor, weights, bench, audit, drafter, selector, trace, dynamo-worker, version.
 
 Each handler returns the exit status.
 """
@@ -26,6 +26,7 @@ _MODULES = {
     "drafter": "drafter",
     "selector": "selector",
     "trace": "trace",
+    "dynamo-worker": "dynamo_worker",
 }
 _EXAMPLES = """examples:
   latebranch serve --model qwen2.5-coder-1.5b --dtype compact
@@ -69,7 +70,7 @@ def _parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
             subparsers.add_parser("version", help="print the version").set_defaults(handler=_version)
         else:
             module = import_module(f"server.cli.{_MODULES[name]}")
-            getattr(module, f"add_{name}_command")(subparsers)
+            getattr(module, f"add_{name.replace('-', '_')}_command")(subparsers)
     return parser
 
 
