@@ -138,7 +138,7 @@ def test_a_repeated_limit_needs_a_limit() -> None:
 
 @pytest.mark.parametrize("annotations", [[], ["max_tokens:12"]])
 @pytest.mark.parametrize("num_sent", [0, 1, 4, 11])
-def test_a_request_sent_again_continues_the_same_text(annotations: list[str], num_sent: int) -> None:
+def test_a_repeated_request_continues_its_text(annotations: list[str], num_sent: int) -> None:
     """Prompt and progress have the same ids, and the limits end at the same absolute position."""
     sent = body(annotations=annotations, stop_conditions={"min_tokens": 6}, sampling_options={"temperature": 1.0})
     first, again = accepted(sent), accepted(sent_again(sent, tuple(range(50, 50 + num_sent))))

@@ -42,7 +42,7 @@ def _serve_dynamo(parsed: argparse.Namespace) -> int:
         return 2
     if others := sorted(settings.model_fields_set - HONOURED):
         raise Refusal(f"{', '.join(others)}: not of a worker behind Dynamo's frontend, which does HTTP, keys and text")
-    if not find_spec("dynamo") or not find_spec("dynamo.common.backend"):
+    if not _is_installed():
         raise Refusal("Dynamo is not installed: docs/scaling.md has the commands")
     configure_logging(settings.log_level, settings.log_format)
     require_startable(settings.model_copy(update={"port": 0}))
@@ -54,3 +54,11 @@ def _serve_dynamo(parsed: argparse.Namespace) -> int:
     if reason is not None:
         sys.stderr.write(f"latebranch dynamo-worker: {reason}\n")
     return 0 if reason is None else 1
+
+
+def _is_installed() -> bool:
+    """Return whether both packages are there: the runtime, and ai-dynamo with its Python modules."""
+    try:
+        return find_spec("dynamo.common.backend") is not None
+    except ModuleNotFoundError:
+        return False
