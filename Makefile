@@ -20,6 +20,7 @@ TOOLS := .venv-conformance
 CLIENTS := .venv-clients
 CLIENT_PINS := tests/conformance/clients
 CLUSTER := .venv-cluster
+DYNAMO := .venv-dynamo
 # Compiled at installation, where there is a compiler.
 NATIVE := $(wildcard engine/native/cpp/*.cpp engine/native/cpp/*.h)
 # After a bin/: where the environment's packages are.
@@ -71,13 +72,21 @@ test: $(INSTALLED) ## run the whole suite on every core
 test-fast: $(INSTALLED) ## run the tests that need no model: about a minute on two cores
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 tests/selector tests/unit -m "not slow" $(ARGS)
 
-cluster-test: $(INSTALLED) $(CLUSTER)/.installed ## run the tests of replicas behind a gateway, and of ranks that die
-	CLUSTER_VENV=$(abspath $(CLUSTER)) $(BIN)/python -m pytest tests/cluster $(ARGS)
+cluster-test: $(INSTALLED) $(CLUSTER)/.installed $(DYNAMO)/.installed ## run the tests of replicas behind a gateway and Dynamo, and of ranks
+	CLUSTER_VENV=$(abspath $(CLUSTER)) DYNAMO_VENV=$(abspath $(DYNAMO)) $(BIN)/python -m pytest tests/cluster $(ARGS)
 
 # The gateway, apart from $(VENV): it has pins of its own.
 $(CLUSTER)/.installed: tests/cluster/gateway.txt
 	test -x $(CLUSTER)/bin/python || $(PYTHON) -m venv $(CLUSTER)
 	$(CLUSTER)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+# Dynamo over the packages of $(VENV), which a path file shows it. A dependency of ai-dynamo is at pypi.nvidia.com alone.
+$(DYNAMO)/.installed: tests/cluster/dynamo.txt
+	test -x $(DYNAMO)/bin/python || $(BIN)/python -m venv $(DYNAMO)
+	$(BIN)/$(PURELIB) > "$$($(DYNAMO)/bin/$(PURELIB))/under.pth"
+	$(DYNAMO)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(DYNAMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps ai-dynamo==1.6.1
 	touch $@
 
 conformance: $(INSTALLED) $(TOOLS)/.installed $(CLIENTS)/.installed ## run the kit of docs/conformance.md at length, all clients and tools too
@@ -117,5 +126,5 @@ bench: $(INSTALLED) ## measure a running engine on this machine
 	$(BIN)/latebranch bench $(ARGS)
 
 clean: ## delete the environment and every tool's cache; weights stay
-	rm -rf $(VENV) $(TOOLS) $(CLIENTS) $(CLUSTER) build dist *.egg-info engine/native/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TOOLS) $(CLIENTS) $(CLUSTER) $(DYNAMO) build dist *.egg-info engine/native/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -15,27 +14,21 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.core.service import EngineError, EngineService
 from engine.weights import resolve
-from engine.worker.client import WorkerClient
-from engine.worker.crash_dump import CrashDumps
-from engine.worker.process import ProcessLauncher
-from engine.worker.restart_limits import Supervision
-from server.adaptive_engine import served_engine
+from server.engine_process import engine_process, tokenizer_of
 from server.http.auth import OPEN_PATHS, ApiKeyGate
 from server.http.browsers import HostGate, OriginGate
 from server.http.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
 from server.http.hosts import is_bound_to_loopback
-from server.http.logs import configure_logging
 from server.http.middleware import BodyLimit, ErrorBoundary, HeadAsGet, HeaderLimit, RequestContext
 from server.http.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
 from server.kv_events import KvEventPublisher
-from server.launch import TEMPLATE
 from server.metrics.http import HttpMeter
 from server.openapi import declare_keys
 from server.routes import anthropic, docs, generation, infill, models, operations, playground, responses, tokens
 from server.routes.json_bodies import IGNORED_HEADER
 from server.runtime import Runtime
 from server.settings import Settings
-from server.text.codec import Tokenizer, load_tokenizer
+from server.text.codec import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +46,10 @@ def create_app(
     `on_fatal` is called on the event loop with the reason if the server can never serve (again).
     """
     fetch = partial(resolve, settings.model) if engine is None and tokenizer is None else None
-    load = partial(_tokenizer_of, settings.model) if tokenizer is None else lambda: tokenizer
+    load = partial(tokenizer_of, settings.model) if tokenizer is None else lambda: tokenizer
     publisher = _publisher(settings) if engine is None else None
-    runtime = Runtime(settings, engine or _worker(settings, publisher), load, on_fatal, fetch)
+    service = engine or engine_process(settings, None if publisher is None else publisher.publish)
+    runtime = Runtime(settings, service, load, on_fatal, fetch)
     app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.runtime, app.state.publisher = runtime, publisher
     for routes in (generation, responses, anthropic, infill, models, tokens, operations):
@@ -138,19 +132,3 @@ def _publisher(settings: Settings) -> KvEventPublisher | None:
     if settings.kv_events is None:
         return None
     return KvEventPublisher(settings.kv_events, settings.kv_events_replay, settings.kv_events_topic or "")
-
-
-def _worker(settings: Settings, publisher: KvEventPublisher | None) -> EngineService:
-    config = settings.to_engine_config()
-    supervision = Supervision(hang_limit_s=settings.hang_limit_s, max_deaths=settings.max_deaths)
-    dumps = CrashDumps(Path(settings.crash_dump_dir), settings.crash_dump_texts) if settings.crash_dump_dir else None
-    configure = partial(configure_logging, settings.log_level, settings.log_format, is_worker=True)
-    launcher = ProcessLauncher(config, served_engine, TEMPLATE if settings.spare_worker else None, configure)
-    client = WorkerClient(launcher, config.scheduler, supervision, dumps)
-    if publisher is not None:
-        client.add_cache_listener(publisher.publish)
-    return client
-
-
-def _tokenizer_of(reference: str) -> Tokenizer:
-    return load_tokenizer(str(resolve(reference).folder))

@@ -55,8 +55,10 @@ class Entry:
 
     @property
     def as_resumed(self) -> Request:
-        """The request for the next engine, with the output so far as its progress."""
-        return replace(self.request, progress=Progress(tuple(self.token_ids), self.num_prompt_logprobs))
+        """The request for the next engine, with the output so far as its progress, behind that of engines before this table."""
+        earlier = self.request.progress
+        num_logprobs = earlier.num_prompt_logprobs + self.num_prompt_logprobs
+        return replace(self.request, progress=Progress((*earlier.token_ids, *self.token_ids), num_logprobs))
 
 
 class RequestTable:

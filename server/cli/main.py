@@ -1,4 +1,4 @@
-"""The `latebranch` command: serve, doctor, weights, bench, audit, drafter, selector, trace, version.
+"""The `latebranch` command: serve, doctor, weights, bench, audit, drafter, selector, trace, dynamo-worker, version.
 
 Each handler returns the exit status.
 """
@@ -19,13 +19,14 @@ from server.launch import TEMPLATE
 # The module of each command, with its function `add_..._command`. Only the module of the given command is imported. Worker
 # processes import this module again, as the program's main module.
 _MODULES = {
-    "doctor": "doctor_cli",
-    "weights": "weights",
-    "bench": "bench",
-    "audit": "audit",
-    "drafter": "drafter",
-    "selector": "selector",
-    "trace": "trace",
+    "doctor": "cli.doctor_cli",
+    "weights": "cli.weights",
+    "bench": "cli.bench",
+    "audit": "cli.audit",
+    "drafter": "cli.drafter",
+    "selector": "cli.selector",
+    "trace": "cli.trace",
+    "dynamo-worker": "dynamo.command",
 }
 _EXAMPLES = """examples:
   latebranch serve --model qwen2.5-coder-1.5b --dtype compact
@@ -68,8 +69,8 @@ def _parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
         elif name == "version":
             subparsers.add_parser("version", help="print the version").set_defaults(handler=_version)
         else:
-            module = import_module(f"server.cli.{_MODULES[name]}")
-            getattr(module, f"add_{name}_command")(subparsers)
+            module = import_module(f"server.{_MODULES[name]}")
+            getattr(module, f"add_{name.replace('-', '_')}_command")(subparsers)
     return parser
 
 

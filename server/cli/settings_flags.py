@@ -1,7 +1,7 @@
 """A flag for every setting, for the commands that start a server or examine its settings."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -45,12 +45,12 @@ _REPEATED = frozenset({"lora"})  # settings whose flag may be given several time
 _MANY = 8  # choices that are listed in the description
 
 
-def add_settings_flags(command: argparse.ArgumentParser) -> None:
-    """Add `--config` and the flags. Flags that are not given are absent from the parsed arguments."""
+def add_settings_flags(command: argparse.ArgumentParser, honoured: Container[str] = Settings.model_fields) -> None:
+    """Add `--config` and the flags of the `honoured` settings. Flags that are not given are absent from the parsed arguments."""
     others = [name for name in Settings.model_fields if not any(name in names for names in GROUPS.values())]
     for title, names in {**GROUPS, "others": tuple(others)}.items():
         group = command.add_argument_group(title)
-        for name in names:
+        for name in filter(honoured.__contains__, names):
             field = Settings.model_fields[name]
             flag, kind = f"--{name.replace('_', '-')}", _kind(field.annotation)
             choices = f" One of {', '.join(get_args(field.annotation))}." if kind == "NAME" else ""

@@ -216,6 +216,16 @@ async def test_resumed_request_contains_delivered_tokens() -> None:
     request_table.deliver([TokenEvent("a", (2, 3)), TokenEvent("a", (4,))])
     assert stream.entry.as_resumed.progress == Progress((2, 3, 4), 1)
     assert stream.entry.as_resumed.prompt_ids == (1,)
+
+
+async def test_earlier_progress_is_kept_when_resumed():
+    """The bug: a request that another machine had begun was begun anew here, and its first tokens came twice."""
+    request_table = RequestTable(SchedulerConfig(), no_abort)
+    begun = Request("a", (1,), progress=Progress((2, 3), 1))
+    stream = opened(request_table, begun)
+    assert stream.entry.as_resumed == begun
+    request_table.deliver([TokenEvent("a", (4,))])
+    assert stream.entry.as_resumed.progress == Progress((2, 3, 4), 1)
     request_table.abort_all()
 
 
