@@ -185,7 +185,7 @@ def tiny_engine(
         drafter=drafter.name if drafter else "none",
         verifier=verifier,
         policy=policy.name,
-        adapters=() if target.adapters is None else target.adapters.names,
+        adapters=target.adapter_names,
     )
     engine = Engine(info, config, Target(target, config.num_slots, canary), drafter, policy, grammars=grammars)
     if canary is not None:
