@@ -47,7 +47,7 @@ class NativeAdapters:
         return tuple(self._tables)
 
     def rows_of(self, batch: PackedBatch) -> tuple[Int[np.ndarray, " T"], int] | None:
-        """Return the address of each token's terms (0: none) and the largest padded rank; None if no segment has an adapter."""
+        """Return the address of each token's terms (0: none) and the largest rank; None if no segment has an adapter."""
         used = {segment.adapter for segment in batch.segments} - {None}
         if not used:
             return None
@@ -63,8 +63,8 @@ def _table(adapter: Adapter, num_layers: int) -> _Table:
         place, part = _place(name)
         if part not in library.LINEARS or place >= num_layers:
             raise UnknownLayer(f"lora {adapter.name}: the library does not run {name}")
-        a_RI, b_BRO, rank = *_packed(low), len(low.a_RI)
-        setattr(layers[place], part, library.LowRankStructure(a_RI.data_ptr(), b_BRO.data_ptr(), rank))
+        a_RI, b_BRO = _packed(low)
+        setattr(layers[place], part, library.LowRankStructure(a_RI.data_ptr(), b_BRO.data_ptr(), len(a_RI)))
         most_rank = max(most_rank, len(a_RI))
         keeps += [a_RI, b_BRO]
     return _Table(layers, most_rank, keeps)
@@ -80,5 +80,5 @@ def _packed(low: LowRank) -> tuple[Tensor, Tensor]:
     """Return a [R, I] and b [O / 16, R, 16], padded with zeros."""
     (num_ranks, num_inputs), num_outputs = low.a_RI.shape, len(low.b_OR)
     a_RI = functional.pad(low.a_RI, (0, -num_inputs % _LANES, 0, -num_ranks % _RANKS)).contiguous()
-    b_OR = functional.pad(low.b_OR, (0, 0, 0, -num_outputs % _LANES))
-    return a_RI, b_OR.view(-1, _LANES, num_ranks).transpose(1, 2).contiguous()
+    b_OR = functional.pad(low.b_OR, (0, -num_ranks % _RANKS, 0, -num_outputs % _LANES))
+    return a_RI, b_OR.view(-1, _LANES, len(a_RI)).transpose(1, 2).contiguous()

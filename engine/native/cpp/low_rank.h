@@ -3,8 +3,10 @@
 // Each sum runs over its own row's numbers in one order, so a row has the same bits in any batch. Outputs of rows
 // without an adapter are not touched.
 //
-//   a  [rank][in]            rank padded to 4, inputs to 16
+//   a  [rank][in]            inputs padded to 16
 //   b  [out / 16][rank][16]  the adapter's scale included; outputs padded to 16
+//
+// Ranks are padded to 4.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -13,7 +15,7 @@
 
 namespace latebranch {
 
-constexpr int64_t kRanks = 4;  // rows of a that are multiplied together
+constexpr int64_t kRanks = 4;  // sums that run together
 
 // The term of one linear layer. Rank 0: the adapter does not change the layer.
 struct LowRank {
@@ -37,10 +39,11 @@ struct LowRank {
   // v, which are 16 outputs from `first` on, plus the term
   Floats added(const float* inner, int64_t first, Floats v) const {
     const float* columns = b + first * rank;
-    Floats total = spread(0.0f);
-    for (int64_t r = 0; r < rank; r++)
-      total = fused(load(columns + r * kLanes), spread(inner[r]), total);
-    return v + total;
+    Floats sums[kRanks] = {spread(0.0f), spread(0.0f), spread(0.0f), spread(0.0f)};
+    for (int64_t r = 0; r < rank; r += kRanks)
+      LATEBRANCH_UNROLLED_FOR (int64_t i = 0; i < kRanks; i++)
+        sums[i] = fused(load(columns + (r + i) * kLanes), spread(inner[r + i]), sums[i]);
+    return v + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 };
 

@@ -138,7 +138,7 @@ struct Pass {
   const Features* features;  // of a model: stored for all tokens; of a head: its inputs; or null
   int64_t is_cached_in_half;
   const AdaptedLayer* const* adapters;  // [T] of a model: the layers of each token's adapter, or null; null if none has
-  int64_t most_rank;                    // of the adapters, padded to kRanks
+  int64_t most_rank;                    // of the adapters
 };
 
 // The largest logit of a row that a thread has computed.
