@@ -337,8 +337,8 @@ def adopt(module: nn.Module, device: torch.device, linears: str = "plain", preci
         if linears == FP8:
             tolerance = max(tolerance, _TOLERANCE[FP8])
         model.restore_attention()
-        model.recurrent = RecurrentLayers.of(module)
         prepare_linears(model.module, linears)
+        model.recurrent = RecurrentLayers.of(module)
         model.attend = _attend_of(model)
         model.fused = _fused_of(model)
         require_equal(model, ids, expected_NV, tolerance)
