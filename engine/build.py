@@ -45,7 +45,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.memory_plan import memory_need, shortage
 from engine.model.causal_lm import CausalModel, load_model, weights_dtype
 from engine.model.hidden_states import has_layer_states
-from engine.model.linear_backends import fastest_linears, fastest_precision, torch_linears
+from engine.model.linear_backends import FP8, fastest_linears, fastest_precision
 from engine.model.ranks import load_sharded
 from engine.model.root_features import RootFeatures
 from engine.model.sharding import require_shardable, why_not_sharded
@@ -104,7 +104,9 @@ def build_engine(
         _require_ranks(config, device)
     _require_memory(config, device, sum(adapter.num_bytes for adapter in adapters))
     loader = _Models(load or load_whole, {} if models is None else models)
-    model = _target(config, adapters, device, loader)
+    model = _target(config, device, loader)
+    if adapters:
+        model.add_adapters(adapters)
     if config.deterministic:
         _round_alike(model, config)
     if model.native is not None:
@@ -196,23 +198,16 @@ def _warm_up(info: ModelInfo, config: EngineConfig, target: Target, drafter: Dra
 
 def _adapters(config: EngineConfig) -> list[Adapter]:
     """Return the LoRA adapters of the configuration, before anything is fetched. Raises BadConfiguration or UnusableAdapter."""
-    if config.lora and config.dtype not in ("float32", "bfloat16"):
-        raise BadConfiguration(f"lora: adapters need dtype float32 or bfloat16, since torch runs them, not {config.dtype}")
+    if config.lora and config.dtype == FP8:
+        raise BadConfiguration(f"lora: adapters are not supported in dtype {config.dtype}")
     return [read_adapter(name, Path(folder).expanduser()) for name, folder in config.lora]
 
 
-def _target(config: EngineConfig, adapters: Sequence[Adapter], device: torch.device, loader: "_Models") -> CausalModel:
-    if config.tensor_parallel > 1:
-        num_threads = config.num_threads or torch.get_num_threads()
-        return load_sharded(resolve(config.model).folder, config.dtype, device, config.tensor_parallel, num_threads)
-    return _adapted(config, adapters, device) if adapters else loader.load(config.model, config.dtype, device)
-
-
-def _adapted(config: EngineConfig, adapters: Sequence[Adapter], device: torch.device) -> CausalModel:
-    """Return the target with its LoRA adapters. Another model of the same weights, such as a drafter, does not have them."""
-    model = load_model(resolve(config.model).folder, config.dtype, device, torch_linears(device))
-    model.add_adapters(adapters)
-    return model
+def _target(config: EngineConfig, device: torch.device, loader: "_Models") -> CausalModel:
+    if config.tensor_parallel == 1:
+        return loader.load(config.model, config.dtype, device)
+    num_threads = config.num_threads or torch.get_num_threads()
+    return load_sharded(resolve(config.model).folder, config.dtype, device, config.tensor_parallel, num_threads)
 
 
 def _require_ranks(config: EngineConfig, device: torch.device) -> None:

@@ -77,7 +77,7 @@ def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) ->
     target, num_slots = configuration_of(config.model), config.scheduler.num_slots + 1  # and one that no sequence owns
     weights, draft_weights = weights_dtype(config.dtype), weights_dtype(draft_dtype)
     is_native = fastest_linears(device) == NATIVE
-    is_target_native = is_native and not config.lora and config.dtype != "fp8" and config.tensor_parallel == 1
+    is_target_native = is_native and config.dtype != "fp8" and config.tensor_parallel == 1
     on_host = config.tensor_parallel if device.type == "cpu" else 1  # ranks that share the memory
     kept = cache_dtype(config.dtype) if is_target_native else weights
     draft_kept = torch.float32 if is_native else draft_weights

@@ -52,6 +52,8 @@ _COMMON = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 _TABLE_SIZE = 8
 _WINDOW = 6
 FAMILIES = ("llama", "qwen2", "gemma3")  # of the presets; `tiny_module` supports more
@@ -80,18 +82,26 @@ _CONFIGURATIONS: dict[str, Callable[[Mapping[str, int]], PretrainedConfig]] = {
     "qwen3": lambda common: Qwen3Config(**common),
     "gemma3": _gemma3,
     "qwen3_next": lambda common: Qwen3NextConfig(
-        **{**common, "layer_types": _recurrent("linear_attention", common)},
-        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        **{**_DELTA, **_EXPERTS, **common, "layer_types": _recurrent("linear_attention", common)}
     ),
     "lfm2": lambda common: Lfm2Config(
         **{**common, "layer_types": _recurrent("conv", common)}, block_auto_adjust_ff_dim=False, tie_word_embeddings=False
     ),
     "falcon_h1": lambda common: FalconH1Config(
-        **common, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8
+        **common,
+        mamba_d_ssm=common["hidden_size"],
+        mamba_n_heads=common["hidden_size"] // 8,
+        mamba_d_head=8,
+        mamba_n_groups=1,
+        mamba_d_state=8,
+        mamba_chunk_size=8,
     ),
     "mamba2": lambda common: Mamba2Config(
-        **{**common, "num_heads": 8, "head_dim": 8}, n_groups=1, state_size=8, chunk_size=8, tie_word_embeddings=False
+        **{**common, "num_heads": 2 * common["hidden_size"] // common["head_dim"]},
+        n_groups=1,
+        state_size=8,
+        chunk_size=8,
+        tie_word_embeddings=False,
     ),
     "gpt_oss": lambda common: GptOssConfig(**_windowed(common), num_local_experts=4, num_experts_per_tok=2),
 }
@@ -185,7 +195,7 @@ def tiny_engine(
         drafter=drafter.name if drafter else "none",
         verifier=verifier,
         policy=policy.name,
-        adapters=() if target.adapters is None else target.adapters.names,
+        adapters=target.adapter_names,
     )
     engine = Engine(info, config, Target(target, config.num_slots, canary), drafter, policy, grammars=grammars)
     if canary is not None:

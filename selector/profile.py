@@ -138,7 +138,7 @@ def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget
     pass_times, draft_times = [times for _, times in seen.values()], [[step.draft_s for step in steps] for steps in drafted]
     profile = Profile(
         rest=_rest_coefficients(works, medians),
-        draft=_draft_coefficients([_typical(steps) for steps in drafted], medians[0]),
+        draft=_draft_coefficients([_typical(steps) for steps in drafted], float(medians[0])),
         is_sound=_is_steady(pass_times) and _is_steady(draft_times),
     )
     found = {name: f"{value:.2e}" for name, value in profile.costs().coefficients.items()}

@@ -55,8 +55,7 @@ class EngineConfig:
     `audit_tokens` tokens checked when the engine is idle. Each step is appended to `trace_file`; None disables tracing.
     `cuda_graphs` is auto, on (an error if unsupported) or off. If `deterministic`, a row's
     logits have the same bits in any pass. With `kv_canary`, slot ownership is checked on every read.
-    `lora` has the names and PEFT folders of adapters; torch runs a target that has any. `tensor_parallel` processes share out the
-    target's layers.
+    `lora` has the names and PEFT folders of adapters. `tensor_parallel` processes share out the target's layers.
     `is_restart`: the worker replaces a dead one.
     """
 

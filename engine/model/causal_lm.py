@@ -36,6 +36,7 @@ from engine.model.fused.decoder import FusedDecoder
 from engine.model.linear_backends import FP8, NATIVE, fastest_linears, prepare_linears, torch_linears, weight_of
 from engine.model.recurrent import RecurrentLayers
 from engine.model.sharding import ShardedHead, load_shard
+from engine.native.adapters import NativeAdapters
 from engine.native.decoder import NativeDecoder, UnknownDecoder, parts_of, refuse_by_structure
 from engine.native.linear import QUANTISED, NativeLinear
 from engine.sampling.argmax import RowArgMax
@@ -64,7 +65,7 @@ class CausalModel:
 
     fused: FusedDecoder | None = None  # if set, runs passes over tables in place of the module
     recurrent: RecurrentLayers | None = None
-    adapters: AdaptedRows | None = None  # of the LoRA adapters, if there are any
+    adapters: AdaptedRows | None = None  # of LoRA adapters that the module runs
     ranks: "Ranks | None" = None  # the processes with the other parts of a sharded model
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -131,6 +132,12 @@ class CausalModel:
         return self.native is not None or (self.fused is not None and self.fused.is_deterministic)
 
     @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The LoRA adapters that segments may name."""
+        adapters = self.adapters if self.native is None else self.native.adapters
+        return () if adapters is None else adapters.names
+
+    @property
     def runners(self) -> list[NativeDecoder | FusedDecoder]:
         """What runs passes in place of the module, all of them or some."""
         return [runner for runner in (self.native, self.fused) if runner is not None]
@@ -157,10 +164,15 @@ class CausalModel:
         require_same_bits(self, check_text(self))
 
     def add_adapters(self, adapters: Sequence[Adapter]) -> None:
-        """Add LoRA adapters, which segments name. transformers' module then runs every pass. Raises UnsupportedModel."""
+        """Add LoRA adapters, which segments name. The library runs them, or else transformers' module runs every pass.
+
+        Raises UnsupportedModel.
+        """
         if self.has_states:
             raise UnsupportedModel("lora: adapters of models with recurrent layers are not supported")
-        assert self.native is None
+        if self.native is not None:
+            self.native.adapters = NativeAdapters(adapters, self.depth)
+            return
         self.fused = None
         self.adapters = adapt(self.module, adapters, self.device)
 
@@ -339,8 +351,8 @@ def adopt(module: nn.Module, device: torch.device, linears: str = "plain", preci
         if linears == FP8:
             tolerance = max(tolerance, _TOLERANCE[FP8])
         model.restore_attention()
-        model.recurrent = RecurrentLayers.of(module)
         prepare_linears(model.module, linears)
+        model.recurrent = RecurrentLayers.of(module)
         model.attend = _attend_of(model)
         model.fused = _fused_of(model)
         require_equal(model, ids, expected_NV, tolerance)

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.attention.packing import PackedBatch
 from engine.kv_cache.kv_cache import KVCache
 from engine.native import library
+from engine.native.adapters import NativeAdapters
 from engine.native.decoder_pass import Features, Output, Runner, Tables
 from engine.native.linear import PackedWeights
 from engine.utils.rotary_table import RotaryTable
@@ -31,7 +32,6 @@ _NORMS = {  # added to the weight
 _ACTIVATIONS = {"SiLU": library.SILU, "SiLUActivation": library.SILU, "GELUTanh": library.GELU_TANH}
 _ROTATIONS = {"default", "linear", "llama3", "yarn"}  # that depend on the position alone, not on the longest sequence
 _MOST_COMPARED = 1 << 17  # positions
-_PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 
 
 class UnknownDecoder(ValueError):
@@ -77,6 +77,7 @@ class NativeDecoder:
 
     def __init__(self, parts: DecoderParts, precision: str) -> None:
         self.parts = parts
+        self.adapters: NativeAdapters | None = None  # of the segments that name one
         self._rotations = [RotaryTable(make) for make in parts.rotations]
         layers = [
             library.Layer(
@@ -122,7 +123,8 @@ class NativeDecoder:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
         wanted = {index for watcher in self._watchers for index in watcher.indices}
         rotations, features = [one.below(batch.end) for one in self._rotations], self._features.get(cache)
-        output = self._runner.run(batch, cache, rotations, logit_rows_N, wanted, features=features)
+        adapted = None if self.adapters is None else self.adapters.rows_of(batch)
+        output = self._runner.run(batch, cache, rotations, logit_rows_N, wanted, features=features, adapted=adapted)
         for watcher in self._watchers:
             watcher.report(output)
         self._latest = ref(output.logits_NM), output.likeliest
@@ -177,7 +179,7 @@ def _layer(config: Any, layer: Any, kinds: Sequence[str | None]) -> LayerParts:
     }
     kind = getattr(attention, "layer_type", None)
     return LayerParts(
-        linears={name: linear.weights for name, linear in zip(_PROJECTIONS, linears, strict=True)},
+        linears={name: linear.weights for name, linear in zip(library.LINEARS, linears, strict=True)},
         norms={name: _norm(norm) for name, norm in norms.items() if norm is not None},
         window=window_of(config, attention) or 0,
         rotation=kinds.index(kind) if kind in kinds else 0,

@@ -73,11 +73,12 @@ class Runner:
         kept: Iterable[int] = (),
         slot_states: SlotStates | None = None,
         features: Features | None = None,
+        adapted: tuple[Int[np.ndarray, " T"], int] | None = None,
     ) -> Output:
         """Run one pass over the packed tokens; write their keys; return logits of the chosen tokens, and the `kept` states.
 
         A target's pass stores the inputs of `features`. A draft head reads `slot_states`, or computes `features` from their
-        slots. It writes its states of the chosen tokens to their slots.
+        slots. It writes its states of the chosen tokens to their slots. `adapted` is NativeAdapters.rows_of.
         """
         shape, num_rows = self.structure, len(rows_N)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
@@ -90,6 +91,8 @@ class Runner:
         pass_.kept = library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)])
         if features is not None:
             pass_.features = ctypes.pointer(features.structure)
+        if adapted is not None:
+            pass_.adapters, pass_.most_rank = library.address(adapted[0]), adapted[1]
         library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
         cache.check_read(batch.flat.key_slots)
         likeliest = list(zip(largest_N.tolist(), likeliest_N.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Finds the compiled library and declares its functions and the structures of linear.h, pass.h, growth.h and walk.h."""
+"""Finds the compiled library and declares its functions and structures (linear.h, low_rank.h, pass.h, growth.h and walk.h)."""
 
 import ctypes
 import hashlib
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 SILU, GELU_TANH = 0, 1  # activations
+LINEARS = ("query", "key", "value", "output", "gate", "up", "down")  # of a decoder layer
 NUM_SCORES = 64  # best tokens of a node whose probabilities are compared: the others weigh nothing (ranked_tree.h)
 LAYOUT = 5  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
 NUM_SHARES = 9  # intervals of probabilities: their edges are engine.draft.trees.calibration's (kShareEdges)
@@ -43,7 +44,7 @@ class Layer(Structure):
     """A decoder layer; norms that it lacks are null."""
 
     _fields_ = (
-        *((name, Linear) for name in ("query", "key", "value", "output", "gate", "up", "down")),
+        *((name, Linear) for name in LINEARS),
         *((name, c_void_p) for name in ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm")),
         *((name, c_void_p) for name in ("query_norm", "key_norm")),
         ("window", c_int64),
@@ -78,6 +79,18 @@ class FeaturesStructure(Structure):
     )
 
 
+class LowRankStructure(Structure):
+    """The term of an adapter at a linear layer (low_rank.h). All zero: the adapter does not change the layer."""
+
+    _fields_ = (("a", c_void_p), ("b", c_void_p), ("rank", c_int64))
+
+
+class AdaptedLayer(Structure):
+    """An adapter's terms of a decoder layer."""
+
+    _fields_ = tuple((name, LowRankStructure) for name in LINEARS)
+
+
 class Pass(Structure):
     """Packed tokens, segment after segment, and the addresses of all their arrays."""
 
@@ -94,6 +107,8 @@ class Pass(Structure):
         ("kept", POINTER(c_void_p)),
         ("features", POINTER(FeaturesStructure)),
         ("is_cached_in_half", c_int64),
+        ("adapters", c_void_p),
+        ("most_rank", c_int64),
     )
 
 
@@ -155,6 +170,7 @@ class Walked(Structure):
 # In the order in which the library reports their sizes.
 _MIRRORED: tuple[type[Structure], ...] = (
     *(Linear, Layer, Decoder, Pass, RankedRowStructure, Predictions, Walked, FeaturesStructure, FedRowStructure, Fed),
+    *(LowRankStructure, AdaptedLayer),
 )
 
 # Arguments and result of each function.

@@ -34,9 +34,11 @@ void latebranch_sizes(int64_t* sizes) {
   sizes[7] = sizeof(Features);
   sizes[8] = sizeof(FedRow);
   sizes[9] = sizeof(Fed);
-  sizes[10] = kScores;
-  sizes[11] = kShares;
-  sizes[12] = kLayout;
+  sizes[10] = sizeof(LowRank);
+  sizes[11] = sizeof(AdaptedLayer);
+  sizes[12] = kScores;
+  sizes[13] = kShares;
+  sizes[14] = kLayout;
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "compact.h"
+#include "low_rank.h"
 #include "numbers.h"
 #include "team.h"
 
@@ -354,14 +355,15 @@ inline void each_part(const Linear& l, int64_t num_rows, int64_t panel, const Us
 
 inline int64_t num_panels(int64_t rows) { return (rows + kPanel - 1) / kPanel; }
 
-// y [T, stride] = the outputs of one layer; added to y if `is_added`.
+// y [T, stride] = the outputs of one layer, with their terms; added to y if `is_added`.
 inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t panel, int64_t b, const char* next,
-                        float* y, int64_t stride, bool is_added) {
+                        float* y, int64_t stride, bool is_added, const Terms& terms = {}) {
   each_part(l, rows, panel, [&](const Part& part) {
     float* block = y + part.row * stride + b * kBlock;
     part_outputs(l, in, part, b, part.is_last ? next : nullptr, [&](int r, int column, Mask m, Floats v) {
       float* to = block + r * stride + column;
-      store(to, m, is_added ? load(m, to) + v : v);
+      const Floats whole = terms.added(part.row + r, b * kBlock + column, v);
+      store(to, m, is_added ? load(m, to) + whole : whole);
     });
   });
 }
@@ -376,9 +378,10 @@ inline void each_block(Worker& worker, int64_t rows, int64_t blocks, const Use& 
 }
 
 // y [T, out], all outputs of a layer: one phase of a team.
-inline void all_outputs(Worker& worker, const Linear& l, const Inputs& in, int64_t rows, float* y, bool is_added) {
+inline void all_outputs(Worker& worker, const Linear& l, const Inputs& in, int64_t rows, float* y, bool is_added,
+                        const Terms& terms = {}) {
   each_block(worker, rows, l.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
-    linear_task(l, in, rows, panel, b, next < 0 ? nullptr : l.block(next), y, l.out, is_added);
+    linear_task(l, in, rows, panel, b, next < 0 ? nullptr : l.block(next), y, l.out, is_added, terms);
   });
 }
 

@@ -16,6 +16,7 @@
 // the last layer's keys and values only the rows with requested states continue ("trimmed").
 #pragma once
 #include <algorithm>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -24,6 +25,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "numbers.h"
 #include "team.h"
 
@@ -135,6 +137,8 @@ struct Pass {
   float* const* kept;        // [num_layers + 1]: states after each layer [T, width], or null; the last: after its norm
   const Features* features;  // of a model: stored for all tokens; of a head: its inputs; or null
   int64_t is_cached_in_half;
+  const AdaptedLayer* const* adapters;  // [T] of a model: the layers of each token's adapter, or null; null if none has
+  int64_t most_rank;                    // of the adapters
 };
 
 // The largest logit of a row that a thread has computed.
@@ -174,6 +178,7 @@ struct Largest {
 
 struct Scratch {
   std::vector<float> x, last, qkv, attended, hidden, branch;
+  std::vector<float> given, inner;  // of rows under adapters: a layer's inputs, and their products with `a`
   std::vector<int64_t> key_rows;
   std::vector<std::vector<float>> normed;  // of each thread
   Inputs inputs;
@@ -217,6 +222,13 @@ class Run {
     grow(s_.attended, T * q_width_);
     grow(s_.hidden, T * d_.inner);
     grow(s_.branch, T * d_.width);
+    most_inputs_ = std::max({d_.width, q_width_, d_.inner});
+    for (int64_t t = 0; p_.adapters && t < T; t++)
+      adapted_.add(p_.adapters[t]);
+    if (p_.adapters) {
+      grow(s_.given, T * most_inputs_);
+      grow(s_.inner, T * kMostParts * p_.most_rank);
+    }
     s_.attention.resize(std::max<size_t>(s_.attention.size(), num_threads));
     if (p_.largest)
       s_.largest.assign(num_threads, std::vector<Largest>(p_.num_rows));
@@ -251,7 +263,7 @@ class Run {
     } else {
       begin_model(worker);
     }
-    ActiveRows active{s_.x.data(), p_.num_tokens};
+    ActiveRows active = all_rows();
     for (int64_t l = 0; l < d_.num_layers; l++) {
       active = attention_layer(worker, l);
       mlp_layer(worker, l, active);
@@ -276,7 +288,39 @@ class Run {
   struct ActiveRows {
     float* x;  // [count, width]
     int64_t count;
+    const AdaptedRows* adapted;
   };
+  ActiveRows all_rows() { return {s_.x.data(), p_.num_tokens, &adapted_}; }
+
+  static constexpr int64_t kMostParts = 3;  // linear layers with the same inputs
+
+  // Set row t of a layer's inputs, and keep it if the row has an adapter.
+  void set(const AdaptedRows& adapted, int64_t t, const float* x, const Linear& linear) {
+    s_.inputs.set(t, x, linear);
+    if (adapted.of(t))
+      std::copy_n(x, linear.in, s_.given.data() + t * most_inputs_);
+  }
+
+  // Multiply the inputs of rows under adapters with `a` of each of these parts, which have the same inputs.
+  void project(Worker& worker, const AdaptedRows& adapted, int64_t l, int64_t in,
+               std::initializer_list<AdaptedPart> parts) {
+    const int64_t num_rows = adapted.rows.size(), num_groups = p_.most_rank / kRanks;
+    worker.each(num_rows ? parts.size() * num_groups * num_rows : 0, [&](int64_t task) {
+      const int64_t t = adapted.rows[task % num_rows], group = task / num_rows % num_groups,
+                    place = task / num_rows / num_groups;
+      const LowRank& low = adapted.of(t)[l].*parts.begin()[place];
+      if (group * kRanks < low.rank)
+        low.project(s_.given.data() + t * most_inputs_, in, group * kRanks,
+                    s_.inner.data() + (t * kMostParts + place) * p_.most_rank + group * kRanks);
+    });
+  }
+
+  // The terms of a part, the one at `place` of those that were projected.
+  Terms terms(const AdaptedRows& adapted, int64_t l, AdaptedPart part, int64_t place = 0) const {
+    if (adapted.rows.empty())
+      return {};
+    return {&adapted, l, part, s_.inner.data() + place * p_.most_rank, kMostParts * p_.most_rank};
+  }
 
   // A layer up to and including attention; returns the active rows, with the inputs of the output layer set.
   ActiveRows attention_layer(Worker& worker, int64_t l) {
@@ -300,21 +344,21 @@ class Run {
     const Layer& layer = d_.layers[l];
     const float* after = layer.after_attention_norm;
     expect(worker, layer.gate);
-    add(worker, layer.output, active, after);
+    add(worker, l, layer.output, &AdaptedLayer::output, active, after);
     worker.each(active.count, [&](int64_t t) {
       if (after)
         add_normed(worker, active, t, after);
       read(worker, active, t, layer.mlp_norm, layer.gate);
     });
     expect(worker, layer.down);
-    gate(worker, layer, active.count);
-    worker.each(active.count, [&](int64_t t) { s_.inputs.set(t, s_.hidden.data() + t * d_.inner, layer.down); });
+    gate(worker, l, active);
+    worker.each(active.count, [&](int64_t t) { set(*active.adapted, t, s_.hidden.data() + t * d_.inner, layer.down); });
     if (l + 1 == d_.num_layers) {
       expect(worker, d_.head);
     } else {
       expect(worker, projections(l + 1));
     }
-    add(worker, layer.down, active, layer.after_mlp_norm);
+    add(worker, l, layer.down, &AdaptedLayer::down, active, layer.after_mlp_norm);
   }
 
   // Store the states after a layer, and set the inputs of the next one.
@@ -388,7 +432,7 @@ class Run {
         const Mask m = lanes_left(d_.width - i);
         store(x + i, m, load(m, from + i) * spread(d_.embedding_scale));
       }
-      read(worker, {s_.x.data(), p_.num_tokens}, t, d_.layers[0].attention_norm, d_.layers[0].query);
+      read(worker, all_rows(), t, d_.layers[0].attention_norm, d_.layers[0].query);
     });
   }
 
@@ -416,7 +460,7 @@ class Run {
   void read(Worker& worker, const ActiveRows& active, int64_t t, const float* norm, const Linear& linear) {
     float* normed = s_.normed[worker.id].data();
     rms_norm(active.x + t * d_.width, norm, d_.eps, d_.width, normed);
-    s_.inputs.set(t, normed, linear);
+    set(*active.adapted, t, normed, linear);
   }
 
   // Prefetch the first block of the thread's share of a later phase while it waits for other threads.
@@ -428,8 +472,11 @@ class Run {
   }
 
   // x += layer(inputs). If a norm follows the layer, `branch` = layer(inputs) instead.
-  void add(Worker& worker, const Linear& linear, const ActiveRows& active, const float* norm) {
-    all_outputs(worker, linear, s_.inputs, active.count, norm ? s_.branch.data() : active.x, !norm);
+  void add(Worker& worker, int64_t l, const Linear& linear, AdaptedPart part, const ActiveRows& active,
+           const float* norm) {
+    project(worker, *active.adapted, l, linear.in, {part});
+    all_outputs(worker, linear, s_.inputs, active.count, norm ? s_.branch.data() : active.x, !norm,
+                terms(*active.adapted, l, part));
   }
 
   void add_normed(Worker& worker, const ActiveRows& active, int64_t t, const float* norm) {
@@ -449,12 +496,14 @@ class Run {
     const Layer& layer = d_.layers[l];
     const Projections parts = projections(l);
     const int64_t begins[] = {0, q_width_, q_width_ + kv_width_};
+    const AdaptedPart adapted[] = {&AdaptedLayer::query, &AdaptedLayer::key, &AdaptedLayer::value};
+    project(worker, adapted_, l, d_.width, {adapted[0], adapted[1], adapted[2]});
     expect(worker, layer.output);
     each_block(worker, p_.num_tokens, parts.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
       const auto [part, own] = parts.place(b);
       const char* following = next < 0 ? nullptr : parts.block(next);
       linear_task(parts[part], s_.inputs, p_.num_tokens, panel, own, following, s_.qkv.data() + begins[part], row_,
-                  false);
+                  false, terms(adapted_, l, adapted[part], part));
     });
     worker.each(p_.num_tokens, [&](int64_t t) {
       float* qkv = s_.qkv.data() + t * row_;
@@ -490,33 +539,40 @@ class Run {
                                                   s_.attended.data());
     });
     const ActiveRows active =
-        is_trimmed ? ActiveRows{s_.last.data(), (int64_t)last_.size()} : ActiveRows{s_.x.data(), p_.num_tokens};
+        is_trimmed ? ActiveRows{s_.last.data(), (int64_t)last_.size(), &last_adapted_} : all_rows();
     worker.each(active.count, [&](int64_t i) {
       const int64_t t = is_trimmed ? last_[i] : i;
       if (is_trimmed)
         std::copy_n(s_.x.data() + t * d_.width, d_.width, active.x + i * d_.width);
-      s_.inputs.set(i, s_.attended.data() + t * q_width_, layer.output);
+      set(*active.adapted, i, s_.attended.data() + t * q_width_, layer.output);
     });
     return active;
   }
 
-  void gate(Worker& worker, const Layer& layer, int64_t num_tokens) {
-    each_block(worker, num_tokens, layer.gate.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
-      gate_task(layer, num_tokens, panel, b, next < 0 ? nullptr : layer.gate.block(next));
+  void gate(Worker& worker, int64_t l, const ActiveRows& active) {
+    const Layer& layer = d_.layers[l];
+    project(worker, *active.adapted, l, d_.width, {&AdaptedLayer::gate, &AdaptedLayer::up});
+    const Terms gates = terms(*active.adapted, l, &AdaptedLayer::gate),
+                ups = terms(*active.adapted, l, &AdaptedLayer::up, 1);
+    each_block(worker, active.count, layer.gate.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
+      gate_task(layer, active.count, panel, b, next < 0 ? nullptr : layer.gate.block(next), gates, ups);
     });
   }
 
-  void gate_task(const Layer& layer, int64_t num_tokens, int64_t panel, int64_t b, const char* next) {
+  void gate_task(const Layer& layer, int64_t num_tokens, int64_t panel, int64_t b, const char* next, const Terms& gates,
+                 const Terms& ups) {
     float gate[kPartRows * kBlock];
     each_part(layer.gate, num_tokens, panel, [&](const Part& part) {
       part_outputs(layer.gate, s_.inputs, part, b, part.is_first ? layer.up.block(b) : nullptr,
                    [&](int r, int column, Mask, Floats v) {
-                     store(gate + r * kBlock + column, d_.activation == kSiLU ? silu(v) : gelu_tanh(v));
+                     const Floats x = gates.added(part.row + r, b * kBlock + column, v);
+                     store(gate + r * kBlock + column, d_.activation == kSiLU ? silu(x) : gelu_tanh(x));
                    });
       float* hidden = s_.hidden.data() + part.row * d_.inner + b * kBlock;
       part_outputs(layer.up, s_.inputs, part, b, part.is_last ? next : nullptr,
                    [&](int r, int column, Mask m, Floats v) {
-                     store(hidden + r * d_.inner + column, m, load(gate + r * kBlock + column) * v);
+                     const Floats x = ups.added(part.row + r, b * kBlock + column, v);
+                     store(hidden + r * d_.inner + column, m, load(gate + r * kBlock + column) * x);
                    });
     });
   }
@@ -568,6 +624,8 @@ class Run {
     grow(s_.last, last_.size() * d_.width);
     int64_t segment = 0;
     for (int64_t t : last_) {
+      if (p_.adapters)
+        last_adapted_.add(p_.adapters[t]);
       const bool is_new = t >= p_.segments.first_token[segment + 1];
       while (t >= p_.segments.first_token[segment + 1])
         segment++;
@@ -584,12 +642,13 @@ class Run {
   const Decoder& d_;
   Pass p_;  // the caller's, but for `key_slots`
   Scratch& s_;
-  int64_t kv_width_, q_width_, row_;
+  int64_t kv_width_, q_width_, row_, most_inputs_;
   bool keeps_last_;  // whether states after the last norm are requested
   std::vector<Span> spans_;
   bool is_trimmed_ = false;  // whether only some rows are active after the last layer's keys and values:
   std::vector<int64_t> last_;
   std::vector<Span> last_spans_;
+  AdaptedRows adapted_, last_adapted_;
 };
 
 // One pass at a time uses a Scratch; concurrent passes (a draft model's, an audit's) have one each. The list has

@@ -21,6 +21,7 @@ from engine.engine import Engine
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.adapters import AdaptedRows
 from engine.model.causal_lm import CausalModel, adopt
+from engine.model.linear_backends import NATIVE
 from engine.scheduler.sequence import Sequence
 from engine.teacher_forcing import KnownText
 from engine.testing import FAMILIES, tiny_engine, tiny_module
@@ -29,6 +30,7 @@ from tests.model.distributions import probs_of
 from tests.model.driving import give_drafter, greedy, run
 from tests.model.engine.test_engine_distributions import WIDE
 from tests.model.lora import merged, random_adapter
+from tests.model.native_models import needs_library
 from tests.model.passes import CPU
 from tests.model.tiny import model
 
@@ -36,6 +38,7 @@ PROMPT = [3 + (11 * i) % 7 for i in range(40)]  # longer than two blocks of the 
 NAMES = (None, "one", "two")
 SAMPLING = SamplingParams(temperature=1.5, top_k=3, max_tokens=3, ignore_eos=True)
 DRAFTERS = ("none", "model", "ngram", "early exit")
+LINEARS = ("packed", pytest.param(NATIVE, marks=needs_library))
 
 
 def adapted_model(family: str = "llama", linears: str = "packed") -> CausalModel:
@@ -44,8 +47,8 @@ def adapted_model(family: str = "llama", linears: str = "packed") -> CausalModel
     return target
 
 
-def engine_of(drafter: str = "model", family: str = "llama", **options) -> Engine:
-    engine = tiny_engine(adapted_model(family), None, FixedExpansion(Expansion(1, 2, 2)), **options)
+def engine_of(drafter: str = "model", family: str = "llama", linears: str = "packed", **options) -> Engine:
+    engine = tiny_engine(adapted_model(family, linears), None, FixedExpansion(Expansion(1, 2, 2)), **options)
     cache_of_slots = KVCache(engine.info.num_slots, CPU)
     if drafter == "model":
         give_drafter(engine, ModelDrafter("tiny", model(family), cache_of_slots, Feeding.OWN_CACHE))
@@ -87,18 +90,20 @@ def texts(engine: Engine, family: str = "llama") -> dict[str | None, bool]:
     }
 
 
+@pytest.mark.parametrize("linears", LINEARS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_texts_equal_merged_models(family, drafter):
+def test_greedy_texts_equal_merged_models(family, drafter, linears):
     assert len({tuple(merged_text(name, family)) for name in NAMES}) == 3
-    assert texts(engine_of(drafter, family), family) == dict.fromkeys(NAMES, True)
+    assert texts(engine_of(drafter, family, linears), family) == dict.fromkeys(NAMES, True)
 
 
-def test_logits_equal_merged_models_within_tolerance():
+@pytest.mark.parametrize("linears", LINEARS)
+def test_logits_equal_merged_models_within_tolerance(linears):
     """The merged weights are rounded once more, so logits differ by float32's rounding: 1e-4 of the largest at most."""
     for name in NAMES:
         request = under(name, Request("r", tuple(PROMPT), replace(SAMPLING, num_prompt_logprobs=0)))
-        events = run(engine_of("none"), [request]).outcomes[request.request_id].events
+        events = run(engine_of("none", linears=linears), [request]).outcomes[request.request_id].events
         found = [one.logprob for event in events for one in event.prompt_logprobs]
         with torch.inference_mode():
             own = merged_module(name)(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
@@ -142,9 +147,10 @@ def test_texts_differ_with_neighbours_adapter(mutation, monkeypatch):
     assert not all(texts(engine_of("none")).values())
 
 
-def test_adapters_do_not_share_prefixes(monkeypatch):
+@pytest.mark.parametrize("linears", LINEARS)
+def test_adapters_do_not_share_prefixes(linears, monkeypatch):
     """Keys of a prompt depend on the adapter: a prefix cached under another one would change the text."""
-    engine = engine_of("none")
+    engine = engine_of("none", linears=linears)
     for name in (*NAMES, *NAMES):
         request = under(name, greedy("r", PROMPT))
         session = run(engine, [request])
@@ -158,7 +164,7 @@ def test_adapters_do_not_share_prefixes(monkeypatch):
         sequence.salt = (None, "")
 
     monkeypatch.setattr(Sequence, "__init__", shared)
-    engine = engine_of("none")
+    engine = engine_of("none", linears=linears)
     run(engine, [under("two", greedy("first", PROMPT))])
     assert run(engine, [under("one", greedy("r", PROMPT))]).outcomes["one r"].ids != merged_text("one")
 
@@ -190,8 +196,9 @@ def triples_of(adapter: str | None) -> dict[tuple[int, ...], float]:
     return distribution
 
 
+@pytest.mark.parametrize("linears", LINEARS)
 @pytest.mark.parametrize(("verifier", "tree"), [("traversal", Expansion(1, 2, 1)), ("coupled", Expansion(0, 2, 2))])
-def test_sampled_texts_follow_merged_distribution(verifier, tree):
+def test_sampled_texts_follow_merged_distribution(verifier, tree, linears):
     """A batch of all adapters: each request's tokens have its own merged model's distribution, and no other's."""
     requests = [
         Request(
@@ -204,7 +211,7 @@ def test_sampled_texts_follow_merged_distribution(verifier, tree):
         for index in range(600)
         for name in NAMES
     ]
-    found = run(engine_of("model", config=WIDE), requests).texts()
+    found = run(engine_of("model", linears=linears, config=WIDE), requests).texts()
     counts = {name: Counter(tuple(ids[:2]) for key, ids in found.items() if key.split()[0] == str(name)) for name in NAMES}
     assert all(z_of_counts(counts[name], triples_of(name)) < PASSES_BELOW for name in NAMES)
     assert z_of_counts(counts["one"], triples_of("two")) > FAILS_ABOVE
@@ -218,9 +225,10 @@ def test_resumed_request_keeps_its_adapter():
     assert run(engine_of("model"), [resumed]).outcomes["two r"].ids == text[5:]
 
 
-def test_teacher_forcing_runs_the_adapter():
+@pytest.mark.parametrize("linears", LINEARS)
+def test_teacher_forcing_runs_the_adapter(linears):
     """The background audit feeds a text under the adapter that generated it."""
-    engine = engine_of("none")
+    engine = engine_of("none", linears=linears)
     forcing = engine.forcing()
     forcing.start(KnownText(tuple(PROMPT), tuple(merged_text("one")), "one"))
     rows = []

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.nn import functional
 
 from engine.attention import tree_attention
 from engine.attention.packing import pack
@@ -20,6 +21,7 @@ from engine.core.types import Progress
 from engine.engine import Engine
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.slot_states import MissingState, PathStates
+from engine.model.recurrent import _Projections
 from engine.teacher_forcing import KnownText
 from engine.testing import tiny_engine, tiny_model
 from engine.weights import UnsupportedModel
@@ -45,6 +47,41 @@ def test_tree_pass_is_the_sequential_pass(family, rows):
 @pytest.mark.parametrize("family", RECURRENT)
 def test_ragged_scene_is_exact(family):
     assert error_of(node_logits(model(family), ragged_scene()), family, ragged_scene()) < EXACT * 5
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "mamba2"])
+def test_projections_run_once_a_pass(family, monkeypatch):
+    """Bug: each level of a tree read the weights of the first and last products again."""
+    counts, own = [], functional.linear
+    monkeypatch.setattr(functional, "linear", lambda *given: counts.append(1) or own(*given))
+    found = []
+    for num_nodes in (1, 6):
+        cache = KVCache(16, CPU)
+        model(family).forward(pack([chain_segment(PROMPT[:4], 0, [*range(4)])], CPU), cache, torch.tensor([0]))
+        counts.clear()
+        tree = TokenTree.chain(PROMPT[:num_nodes])
+        model(family).forward(pack([tree_segment([5], tree, 4, [*range(4 + num_nodes)])], CPU), cache, torch.tensor([0]))
+        found.append(len(counts))
+    assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "mamba2"])
+@pytest.mark.parametrize("method", ["_project_first", "_project_last"])
+def test_the_check_kills_swapped_projections(family, method, monkeypatch):
+    """The mutant gives each node of a level the products of its neighbour."""
+    own = getattr(_Projections, method)
+
+    def swapped(projections, *given):
+        right = projections._tokens_BN
+        projections._tokens_BN = right.roll(1, 0)
+        try:
+            return own(projections, *given)
+        finally:
+            projections._tokens_BN = right
+
+    monkeypatch.setattr(_Projections, method, swapped)
+    with pytest.raises(UnsupportedModel, match="differs from the model's own"):
+        tiny_model(family)
 
 
 def state_of_a_sibling(steps: Sequence[PathStep]) -> list[PathStep]:

@@ -7,6 +7,7 @@ from engine.core.tree import TokenTree
 from engine.native import distributions as probs
 from engine.native import library, mixture, noise, walks
 from tests.model.attention.test_attention import long_scene, ragged_scene
+from tests.model.native.test_native_adapters import BATCH, ODD, adapted, logits
 from tests.model.native.test_native_linear import layer, rows
 from tests.model.native_models import PRECISIONS, native
 from tests.model.passes import node_logits
@@ -61,6 +62,13 @@ def test_layers_are_the_same(monkeypatch, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_passes_are_the_same(monkeypatch, precision, scene):
     one, other = of_each_build(monkeypatch, lambda: torch.cat(node_logits(native("gemma3", precision), scene())))
+    assert torch.equal(one, other)
+
+
+@several
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_passes_with_adapters_are_the_same(monkeypatch, precision):
+    one, other = of_each_build(monkeypatch, lambda: torch.cat(logits(adapted("qwen3", precision, **ODD), BATCH)))
     assert torch.equal(one, other)
 
 

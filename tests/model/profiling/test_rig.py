@@ -92,6 +92,16 @@ def test_a_profile_keeps_to_the_limits():
     assert all(0.0 < value < inf for value in profile.costs().coefficients.values())
 
 
+@pytest.mark.parametrize("drafter", ["model", "ngram", None])
+def test_a_measured_profile_is_kept(drafter: str | None):
+    """Bug: without draft passes a coefficient was NumPy's, which could not be written: each start had generic costs."""
+    engine, rig = engine_and_rig(drafter or "model")
+    if drafter is None:
+        rig = StepTimer(engine.info, LIMITS, engine.target, None)
+    profile = measure(rig, Ticking(), budget_s=20.0)
+    assert Profile.from_text(profile.as_text(rig.facts)) == profile
+
+
 def test_a_sound_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rig, cache = engine_and_rig()[1], WeightsCache(tmp_path)
     sound = Profile((0.1,) * NUM_REST, (0.1,) * len(DRAFT_COEFFICIENTS))

@@ -10,12 +10,15 @@ from safetensors.torch import load_file, save_file
 
 from engine.build import BadConfiguration, build_engine
 from engine.core.config import EngineConfig, SchedulerConfig
+from engine.engine import Engine
 from engine.model import causal_lm
 from engine.testing import tiny_module
+from engine.weights import lora
 from engine.weights.lora import UnusableAdapter, read_adapter
 from tests.model.driving import greedy, run
 from tests.model.folders import model_folder
-from tests.model.lora import merged, write_adapter
+from tests.model.lora import write_adapter
+from tests.model.native_models import needs_library
 
 FIRST = "base_model.model.model.layers.0.self_attn"
 CONFIG = EngineConfig(model="", scheduler=SchedulerConfig(num_slots=2048, max_model_len=256))
@@ -164,27 +167,67 @@ def test_unfit_adapter_is_refused_before_weights(tmp_path, tensors, reason, monk
         build_engine(replace(CONFIG, model=str(base), lora=(("a", str(folder)),)))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "compact"])
-def test_quantised_target_is_refused(tmp_path, dtype):
-    with pytest.raises(BadConfiguration, match=f"float32 or bfloat16.*not {dtype}"):
-        build_engine(replace(CONFIG, dtype=dtype, lora=(("a", str(tmp_path)),)))
+def test_fp8_target_is_refused(tmp_path):
+    with pytest.raises(BadConfiguration, match="not supported in dtype fp8"):
+        build_engine(replace(CONFIG, dtype="fp8", lora=(("a", str(tmp_path)),)))
+
+
+PROMPT = list(range(5, 30))
+
+
+def built_texts(tmp_path, family: str = "llama", **config: Any) -> tuple[Engine, dict[str | None, list[int]]]:
+    """Return an engine with two adapters of other ranks, and a text under each and under none."""
+    base = model_folder(tmp_path / "base", tiny_module(family), eos=None)
+    folders = {name: write_adapter(tmp_path / name, family, seed, rank=seed) for seed, name in enumerate(("one", "two"), 2)}
+    named = tuple((name, str(folder)) for name, folder in folders.items())
+    engine = build_engine(replace(CONFIG, model=str(base), lora=named, **config))
+    found = run(engine, [replace(greedy(str(name), PROMPT), adapter=name) for name in (None, *folders)]).texts()
+    return engine, {name: found[str(name)] for name in (None, *folders)}
+
+
+def merged_texts(tmp_path, family: str) -> dict[str | None, list[int]]:
+    """Return the texts of the merged models, by the stored tensors and PEFT's scale."""
+    texts = {}
+    for name, rank in ((None, 0), ("one", 2), ("two", 3)):
+        module = tiny_module(family)
+        for layer, (a_RI, b_OR) in stored_pairs(tmp_path / name).items() if name else ():
+            module.get_submodule(layer).weight.data += 6 / rank * (b_OR @ a_RI)
+        ids = torch.tensor([PROMPT])
+        options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+        out = module.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        texts[name] = out[0, len(PROMPT) :].tolist()
+    return texts
+
+
+def stored_pairs(folder) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    names = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in tensors}
+    return {name: tuple(tensors[f"base_model.model.{name}.lora_{one}.weight"] for one in "AB") for name in names}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_built_engine_has_merged_texts(tmp_path, family):
-    """Folders with several adapters of other ranks, and a draft model that has the target's own weights."""
-    base = model_folder(tmp_path / "base", tiny_module(family), eos=None)
-    folders = {name: write_adapter(tmp_path / name, family, seed, rank=seed) for seed, name in enumerate(("one", "two"), 2)}
-    lora = tuple((name, str(folder)) for name, folder in folders.items())
-    config = replace(CONFIG, model=str(base), lora=lora, drafter="model", draft_model=str(base), draft_dtype="float32")
-    engine = build_engine(config)
+    """The draft model has the target's own weights, and drafts from the base."""
+    options = {"drafter": "model", "draft_model": str(tmp_path / "base"), "draft_dtype": "float32"}
+    engine, found = built_texts(tmp_path, family, **options)
     assert engine.info.adapters == ("one", "two")
-    prompt = list(range(5, 30))
-    requests = [replace(greedy(str(name), prompt), adapter=name) for name in (None, *folders)]
-    found = run(engine, requests).texts()
-    for name in (None, *folders):
-        module = merged(None if name is None else read_adapter(name, folders[name]), family)
-        ids = torch.tensor([prompt])
-        options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
-        out = module.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        assert found[str(name)] == out[0, len(prompt) :].tolist()
+    assert found == merged_texts(tmp_path, family)
+
+
+def test_texts_differ_without_scale(tmp_path, monkeypatch):
+    """The mutant forgets the scale of each adapter."""
+    monkeypatch.setattr(lora, "_low_rank", lambda name, pair, config: lora.LowRank(pair["A"].float(), pair["B"].float()))
+    found, expected = built_texts(tmp_path)[1], merged_texts(tmp_path, "llama")
+    assert [name for name, ids in found.items() if ids != expected[name]] == ["one", "two"]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "compact"])
+def test_packed_target_has_its_plain_texts(tmp_path, dtype):
+    """In a packed format the text is that of plain decoding with the same packed base, and drafts do not change it."""
+    plain = built_texts(tmp_path, dtype=dtype)[1]
+    options = {"drafter": "model", "draft_model": str(tmp_path / "base"), "draft_dtype": "float32"}
+    engine, drafted = built_texts(tmp_path, dtype=dtype, **options)
+    assert engine.info.has_same_bits
+    assert drafted == plain
+    assert len({tuple(ids) for ids in plain.values()}) == 3
