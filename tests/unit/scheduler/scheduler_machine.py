@@ -153,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Steps of one composition have the same sequences, all of which decode; while a prompt is fed there is none."""
         names = [view.request_id for view in views]
         assert len(views) == len(names)
-        all_decode = all(view.num_uncached == 1 for view in views) and names == self.scheduler.running_ids
+        all_decode = all(view.num_uncached == 1 for view in views) and names == [*self.scheduler.running_ids]
         assert (views.composition is not None) == all_decode
         if views.composition is not None:
             assert self.stepped.setdefault(views.composition, names) == names
