@@ -147,7 +147,7 @@ class _TrackedRequest:
 
 
 class TextCache:
-    """Cached text of all requests. `begin` and `end` bound a request's life; `advance` is called before each step.
+    """Cached text of all requests. `begin` and `end` bound a request's life; `advance` is called before a policy chooses.
 
     A match in own or recent text has at least `min_tokens` tokens. `recent` limits the stored outputs; by default none are
     stored. If `has_own_texts` is False, only predictions are drafted from. Distributions change in `advance` alone.

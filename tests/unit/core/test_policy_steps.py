@@ -68,13 +68,13 @@ def test_plain_steps_run_without_the_policy():
         (ExpansionChoice((PLAIN,), Reason.PLAIN_IS_BEST), False, 7),
     ],
 )
-def test_other_steps_ask_the_policy(choice, has_drafted, composition):
+def test_other_steps_use_the_policy(choice, has_drafted, composition):
     counts = Counts(choice)
     assert all(ran(PolicySteps(counts), [composition] * 10, has_drafted))
     assert counts.num_observed == [1] * 10
 
 
-def test_new_batches_ask_the_policy():
+def test_new_batches_use_the_policy():
     """Neighbours: a request ends, a prompt is fed. The cached choice counts the steps that ran without the policy."""
     counts = Counts(PLAINLY)
     assert ran(PolicySteps(CachedChoice(counts)), [7, 7, 7, 8, 8, None, 8]) == [True, False, False, True, False, True, True]
