@@ -88,7 +88,7 @@ class Way:
             expansion = parse_expansion(tree)
             return cls(name, engine, Speculation(expansion=expansion, verifier=verifier_for(expansion, verifier)))
         if kind == "whole":
-            engine._policy = GrownWhole(engine._policy)
+            engine._policy._policy = GrownWhole(engine._policy._policy)
         elif kind != "policy":
             raise ValueError(f"a contender is policy, whole or static:TREE, not {name!r}")
         return cls(name, engine, Speculation(verifier=verifier))

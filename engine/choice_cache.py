@@ -7,7 +7,7 @@ new sequences.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.core.policy import ExpansionChoice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
+from engine.core.policy import BatchViews, ExpansionChoice, ExpansionPolicy, Reason, SequenceView, composition_of
 from engine.core.tree import PLAIN
 
 _CHANGED_BATCH_STEPS = 8  # most steps of plain decoding that are reused after the batch has changed
@@ -19,6 +19,7 @@ class CachedChoice:
     def __init__(self, policy: ExpansionPolicy) -> None:
         self.name = policy.name
         self._policy = policy
+        self.observe = policy.observe  # every step: the policy learns from reused choices too
         self._choice, self._num_left = ExpansionChoice(()), 0
         self._composition: tuple[int, int] | None = None
 
@@ -27,15 +28,13 @@ class CachedChoice:
         composition, last = composition_of(views), self._choice
         is_same = composition is not None and composition == self._composition
         is_plain = last.reason is Reason.PLAIN_IS_BEST and len(views) >= len(last.expansions)
+        self._num_left -= views.num_steps if isinstance(views, BatchViews) else 1
         if not is_same:
             self._num_left = min(self._num_left, _CHANGED_BATCH_STEPS)
         if self._num_left > 0 and (is_same or is_plain):
-            self._num_left -= 1
-            return last if is_same else replace(last, expansions=(PLAIN,) * len(views), step_s=None)
+            if is_same:
+                return replace(last, num_steps=self._num_left) if is_plain else last
+            return replace(last, expansions=(PLAIN,) * len(views), step_s=None, num_steps=self._num_left)
         self._choice = self._policy.choose(views)
-        self._num_left, self._composition = self._choice.num_steps - 1, composition
+        self._num_left, self._composition = self._choice.num_steps, composition
         return self._choice
-
-    def observe(self, feedback: StepFeedback) -> None:
-        """Let the policy learn from the step that ran."""
-        self._policy.observe(feedback)

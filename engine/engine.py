@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.core.cache_events import CacheEvent
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionChoice, ExpansionPolicy
-from engine.core.step_observer import PolicyFeedback, StepObserver
+from engine.core.step_observer import PolicySteps, StepObserver
 from engine.core.step_plan import Feeding, Row, StepPlan
 from engine.core.tree import PLAIN
 from engine.core.types import DraftSource, ErrorCode, FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
@@ -92,13 +92,13 @@ class Engine:
         self._drafter = drafter
         self._growers = growers_of(drafter, target.model.vocab_size, target.model.device)
         self._follower: RequestFollower | None = drafter if isinstance(drafter, RequestFollower) else None
-        self._policy = policy
+        self._policy = PolicySteps(policy)
         self._roots = roots or RootFeatures(target.model, drafter)
         grammars = grammars or no_grammars()
         self.grammars = GrammarMasks(grammars, 2 * config.max_running)
         self._pending_grammars = PendingGrammars(grammars)
         self._judge = Judge(self.grammars)
-        self._observers: list[StepObserver] = [self._roots, PolicyFeedback(policy)]
+        self._observers: list[StepObserver] = [self._roots, self._policy]
         self._calibrations = Calibrations()
         if target.model.has_states:
             config = replace(config, prefix_block_tokens=0)  # a block of keys has no state to continue from
@@ -239,11 +239,12 @@ class Engine:
         """Admit sequences, have the policy choose their expansions, and plan the step."""
         self._queue_compiled()
         self._scheduler.admit()
-        has_news = self._follower is not None and self._follower.advance(self._scheduler.running_ids)
-        watch.lap("follow")
         views = self._scheduler.views()
-        views.has_news = has_news
-        choice = self._policy.choose(views)
+        choice = self._policy.reused(views)
+        if choice is None:
+            views.has_news = self._follower is not None and self._follower.advance(self._scheduler.running_ids)
+        watch.lap("follow")
+        choice = choice or self._policy.choose(views)
         watch.lap("choose")
         plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up, growth_costs=choice.growth_costs)
         watch.lap("plan")

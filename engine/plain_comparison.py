@@ -7,7 +7,7 @@ Where drafting pays, plain decoding would never be timed. The server estimates t
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.core.policy import ExpansionChoice, ExpansionPolicy, Reason, SequenceView, StepFeedback
+from engine.core.policy import ExpansionChoice, ExpansionPolicy, Reason, SequenceView
 from engine.core.tree import PLAIN
 
 COMPARED_EVERY = 256  # drafting steps
@@ -20,6 +20,7 @@ class PlainComparison:
     def __init__(self, policy: ExpansionPolicy) -> None:
         self.name = policy.name
         self._policy = policy
+        self.observe = policy.observe
         self._num_drafting = 0
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
@@ -31,7 +32,3 @@ class PlainComparison:
         if self._num_drafting % COMPARED_EVERY:
             return choice
         return replace(choice, expansions=(PLAIN,) * len(views), reason=Reason.COMPARISON, speedup=1.0, step_s=None)
-
-    def observe(self, feedback: StepFeedback) -> None:
-        """Let the policy learn from the step that ran."""
-        self._policy.observe(feedback)

@@ -88,10 +88,10 @@ class AdaptiveExpansion:
 
     def observe(self, feedback: StepFeedback) -> None:
         """Record a step; the next choice learns from it."""
-        self._num_steps += 1
-        self._probes.save(feedback.draft_s + feedback.rest_s)
+        self._num_steps += feedback.num_steps
+        self._probes.save(feedback.num_steps * (feedback.draft_s + feedback.rest_s))
         is_probe = bool(self._probes.probed)
-        corrects_costs = is_probe or self._num_steps <= _FIRST_CORRECTIONS or self._num_steps % REUSED_STEPS == 0
+        corrects_costs = is_probe or self._num_steps <= _FIRST_CORRECTIONS or self._num_steps % REUSED_STEPS < feedback.num_steps
         if feedback.has_drafted or corrects_costs:
             self._unlearned.append((feedback, corrects_costs and not feedback.has_prefill))
         if is_probe:

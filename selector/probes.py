@@ -87,7 +87,8 @@ class Probes:
         """Record that the next step probes these sequences."""
         for view in views:
             self.probed.add(view.request_id)
-            self._waits[view.request_id].since = view.num_generated
+            wait = self._waits[view.request_id]
+            wait.since, wait.interval = view.num_generated, max(REUSED_STEPS, wait.interval)
 
     def end(self, outcomes: Sequence[DraftOutcome], lost_s: float) -> None:
         """Charge the probe under way with its loss, which may be negative, and set the waits by the accepted tokens."""
@@ -96,6 +97,6 @@ class Probes:
             wait = self._waits.get(outcome.request_id)
             if outcome.request_id not in self.probed or outcome.expansion.is_plain or wait is None or not wait.is_plain:
                 continue
-            wait.interval = REUSED_STEPS if outcome.accepted_depth else min(_LONGEST, max(REUSED_STEPS, 2 * wait.interval))
+            wait.interval = REUSED_STEPS if outcome.accepted_depth else min(_LONGEST, 2 * wait.interval)
             self._interval = wait.interval
         self.probed.clear()

@@ -55,12 +55,12 @@ class BatchViews(Sequence[SequenceView]):
 
     Steps with the same `composition` have the same sequences in the same order, all decoding. So a policy can reuse a choice
     without reading the views. It is None while a prompt is fed. `has_news`: cached text may predict the next tokens of a
-    sequence.
+    sequence. `num_steps` ran since the last choice.
     """
 
     def __init__(self, make: Callable[[], list[SequenceView]], count: int, composition: tuple[int, int] | None) -> None:
         self.composition = composition
-        self.has_news = True
+        self.has_news, self.num_steps = True, 1
         self._make, self._count = make, count
 
     @cached_property
@@ -214,7 +214,8 @@ class StepFeedback:
     """The work, duration and outcomes of a step. `rest_s` is the step's duration without drafting.
 
     The trees of `num_rows` rows grew in `num_rounds` rounds with `num_passes` passes of the draft model. `work` and `outcomes`
-    are computed on first access, since they take time and not every policy needs them.
+    are computed on first access, since they take time and not every policy needs them. The feedback of a plain step is for
+    `num_steps`, of which it is the first.
     """
 
     draft_s: float
@@ -225,6 +226,7 @@ class StepFeedback:
     num_passes: int
     make_work: Callable[[], StepWork]
     make_outcomes: Callable[[], tuple[DraftOutcome, ...]]
+    num_steps: int = 1
     _work: StepWork | None = field(default=None, init=False)
     _outcomes: tuple[DraftOutcome, ...] | None = field(default=None, init=False)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from engine.core.policy import ExpansionPolicy, StepFeedback
+from engine.core.policy import BatchViews, ExpansionChoice, ExpansionPolicy, Reason, StepFeedback
 from engine.core.row_trace import TracedRow
 from engine.core.step_plan import StepPlan
 from engine.core.tree import TokenTree
@@ -13,6 +13,8 @@ from engine.core.types import SamplingParams, StepStats
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+MOST_UNOBSERVED = 8  # steps of plain decoding for one choice: cached text is searched at the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,36 @@ class StepObserver:
         """Receive the statistics and the traced rows of a finished step. Must not raise."""
 
 
-class PolicyFeedback(StepObserver):
-    """Has a policy learn from each step."""
+class PolicySteps(StepObserver):
+    """Has a policy choose trees and learn from steps. Between two steps of the policy, a batch decodes plainly as without one."""
 
     def __init__(self, policy: ExpansionPolicy) -> None:
         self._policy = policy
+        self._choice = ExpansionChoice(())
+        self._composition: tuple[int, int] | None = None
+        self._num_left = self._num_passed = 0  # steps without the policy, until and since its last step
+
+    def reused(self, views: BatchViews) -> ExpansionChoice | None:
+        """Return the last choice if all sequences decode plainly without the policy, else None: the policy must choose."""
+        if not self._num_left or views.composition != self._composition:
+            return None
+        self._num_left -= 1
+        self._num_passed += 1
+        return self._choice
+
+    def choose(self, views: BatchViews) -> ExpansionChoice:
+        """Return the policy's choice."""
+        views.num_steps = 1 + self._num_passed
+        self._num_left = self._num_passed = 0
+        self._choice, self._composition = self._policy.choose(views), views.composition
+        return self._choice
 
     def after_commit(self, step: CommittedStep) -> None:
-        """Give the policy its feedback."""
-        self._policy.observe(step.feedback)
+        """Give the policy the feedback of its own step, for the later ones too."""
+        if self._num_passed:
+            return
+        feedback, choice = step.feedback, self._choice
+        if choice.reason is Reason.PLAIN_IS_BEST and self._composition is not None and not feedback.has_drafted:
+            self._num_left = min(choice.num_steps, MOST_UNOBSERVED) - 1
+        feedback.num_steps = 1 + self._num_left
+        self._policy.observe(feedback)

@@ -42,7 +42,8 @@ class Row:
     `num_new_prompt_tokens` of the certain tokens are prompt tokens fed for the first time (not after a preemption). `history`
     is the whole committed text, a read-only view that starts with `num_prompt_tokens` prompt tokens. A row with `is_traced`
     keeps all data of a trace. A noise-aware tree leaves out nodes whose expected value is below their cost in `growth_costs`.
-    The target runs the row under the LoRA adapter of that name; drafters run the base.
+    The target runs the row under the LoRA adapter of that name; drafters run the base. `allows_drafts` is false if the request
+    disables drafting.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class Row:
     is_traced: bool = False
     growth_costs: GrowthCosts = FREE_GROWTH
     adapter: str | None = None
+    allows_drafts: bool = True
 
     @property
     def end(self) -> int:

@@ -134,6 +134,11 @@ class Speculation:
     max_nodes: int | None = None
     is_traced: bool = False
 
+    @property
+    def allows_drafts(self) -> bool:
+        """Whether the request leaves any drafting to the server."""
+        return self.is_enabled and not (self.expansion is not None and self.expansion.is_plain)
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -270,7 +275,8 @@ class StepStats:
     least `num_read_bytes` of weights and cached keys, and its products have `num_operations`. `policy_reason` is the reason
     of the policy's choice. The policy may predict a step: `predicted_s` its seconds, `predicted_speedup` its tokens per
     second relative to plain decoding. `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1.
-    `expansions` counts decoding rows by their expansion's label. `drafted_by_source` and `accepted_by_source` count drafted
+    `expansions` counts decoding rows by their expansion's label. The requests of `num_undraftable_rows` decoding rows disable
+    drafting. `drafted_by_source` and `accepted_by_source` count drafted
     and accepted tokens by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the `num_expected_rows` decoding rows
     whose verifier computes it. `num_realised_tokens` sums accepted depth + 1 over the same rows, before limits cut it. The
     two differ by chance alone.
@@ -289,6 +295,7 @@ class StepStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_decoding_rows: int = 0
+    num_undraftable_rows: int = 0
     num_target_tokens: int = 0
     num_read_bytes: int = 0
     num_operations: int = 0

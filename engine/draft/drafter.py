@@ -209,7 +209,7 @@ class RequestFollower(Protocol):
         ...
 
     def advance(self, running: Iterable[str]) -> bool:
-        """Process the newly committed tokens of these requests before a step; other requests have none.
+        """Process the newly committed tokens of these requests before a step in which the policy chooses; others have none.
 
         Long work is split into parts over several calls. Return whether a policy should choose trees again instead of reusing
         its cached choice.

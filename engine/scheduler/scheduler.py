@@ -97,9 +97,9 @@ class Scheduler:
         return self.pool.num_used - self._prefix_cache.num_unused_slots
 
     @property
-    def running_ids(self) -> list[str]:
+    def running_ids(self) -> Iterator[str]:
         """The requests that take part in each step, oldest first."""
-        return [sequence.request_id for sequence in self._running]
+        return (sequence.request.request_id for sequence in self._running)
 
     @property
     def running_adapters(self) -> tuple[str, ...]:
@@ -328,6 +328,7 @@ class Scheduler:
             is_traced=self.traces_all or sequence.request.speculation.is_traced,
             growth_costs=FREE_GROWTH if sequence.request.speculation.expansion else growth_costs,
             adapter=sequence.request.adapter,
+            allows_drafts=sequence.request.speculation.allows_drafts,
         )
 
     def _allocated(self, count: int) -> list[int]:
@@ -357,7 +358,8 @@ class Scheduler:
         end = sequence.target_len + num_certain
         if not expansion.is_plain:
             return sequence.token_ids[sequence.draft_len : end]
-        if self._feeding is Feeding.TARGET_CACHE or not sequence.request.speculation.is_enabled:
+        is_unfed = tree.is_plain and most_behind is None
+        if is_unfed or self._feeding is Feeding.TARGET_CACHE or not sequence.request.speculation.is_enabled:
             return []
         reach = sequence.target_len if self._feeding is Feeding.TARGET_FEATURES else end
         is_prompt = end < sequence.num_tokens

@@ -219,6 +219,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepSt
         num_draft_tokens=sum(outcome.tree.num_nodes - 1 for outcome in drafted),
         num_accepted_tokens=sum(accepted),
         num_decoding_rows=len(record.outcomes),
+        num_undraftable_rows=sum(not outcome.row.allows_drafts for outcome in record.outcomes),
         num_target_tokens=record.num_target_tokens,
         num_read_bytes=target.traffic.num_bytes(sum(row.end for row in rows)) if rows else 0,
         num_operations=target.traffic.num_operations(record.num_target_tokens) if rows else 0,

@@ -98,9 +98,13 @@ class SpeedupOverPlain:
         self._pairs, self._last = PairedSeconds(), Interval()
 
     def on_step(self, stats: StepStats) -> None:
-        """Add a step. Steps that feed prompts are the same with and without drafts, and are left out."""
+        """Add a step. Steps that feed prompts are the same with and without drafts, and are left out.
+
+        So are steps of requests that disable drafting: the policy does not choose for them.
+        """
         num_rows = stats.num_decoding_rows
-        if not num_rows or stats.num_target_tokens != num_rows + stats.num_draft_tokens or stats.step_s <= 0.0:
+        feeds_prompt = stats.num_target_tokens != num_rows + stats.num_draft_tokens
+        if not num_rows or feeds_prompt or stats.num_undraftable_rows or stats.step_s <= 0.0:
             return
         block = self._blocks.setdefault(num_rows, _Block())
         is_plain = stats.expansions == {PLAIN.label: num_rows}

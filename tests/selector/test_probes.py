@@ -42,11 +42,11 @@ def test_long_step_is_charged_within_bounds(most_lost, is_bounded, monkeypatch):
     assert probes.is_full == is_bounded
 
 
-@pytest.mark.parametrize(("tried", "accepted", "interval"), [(CHAIN, 0, 24), (CHAIN, 1, 12), (PLAIN, 0, 12)])
+@pytest.mark.parametrize(("tried", "accepted", "interval"), [(CHAIN, 0, 48), (CHAIN, 1, 12), (PLAIN, 0, 24)])
 def test_refused_probes_wait_twice_as_long(tried, accepted, interval):
     """The first sequence is probed at once. A probe without room gives no information."""
     probes, text = Probes(), Text(flat(0.0))
-    for one, count, wait in [(CHAIN, 0, 12), (tried, accepted, interval)]:
+    for one, count, wait in [(CHAIN, 0, 24), (tried, accepted, interval)]:
         assert probes.due([text.view("r")], [True])[0] == [0]
         probes.begin([text.view("r")])
         assert set(probes.probed) == {"r"}
@@ -54,3 +54,13 @@ def test_refused_probes_wait_twice_as_long(tried, accepted, interval):
         assert not probes.probed
         assert probes.due([text.view("r")], [True]) == ([], wait)
         text.num_generated += wait
+
+
+@pytest.mark.parametrize("outcomes", [[DraftOutcome("r", PLAIN, 0, 0, 0)], []])
+def test_first_probe_without_room_waits(outcomes):
+    """The bug: a first probe whose tree had no room was repeated in every step. Neighbour: cached text replaced the tree."""
+    probes, text = Probes(), Text(flat(0.0))
+    probes.due([text.view("r")], [True])
+    probes.begin([text.view("r")])
+    probes.end(outcomes, 0.0)
+    assert probes.due([text.view("r")], [True]) == ([], 12)

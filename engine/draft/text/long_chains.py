@@ -13,6 +13,7 @@ from engine.core.tree import Expansion, GrowthCosts
 from engine.draft.text.text_cache import TextCache
 
 CHAIN_LENGTHS = (16, 12, 8, 6)  # few, to bound the number of metric labels
+_KEPT_REASONS = (Reason.FALLBACK, Reason.PROBE)  # a step that the policy charges as a probe must run as one
 _MIN_PROBABILITY = 0.5  # of a whole chain to be accepted, however cheap its nodes are
 
 
@@ -43,7 +44,7 @@ class LongChainPolicy:
         if not self._chained:
             return choice
         expansions = (chain or chosen for chain, chosen in zip(chains, choice.expansions, strict=True))
-        reason = choice.reason if choice.reason is Reason.FALLBACK else Reason.COPIED_TEXT
+        reason = choice.reason if choice.reason in _KEPT_REASONS else Reason.COPIED_TEXT
         return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None, num_steps=1)
 
     def _chain(self, view: SequenceView, chosen: Expansion, growth_costs: GrowthCosts) -> Expansion | None:

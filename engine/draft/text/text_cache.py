@@ -5,6 +5,7 @@ continuations of the longest match in each source. The weights are the observed 
 distributions depend on committed tokens, on the path, and on the steps and queries so far. They never depend on a draw from them.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,7 +21,9 @@ from engine.draft.text.text_index import Indexer, TextIndex, text_with_context
 
 SURE_CONFIDENCE = 0.8  # a cached distribution with this confidence needs no model
 MAX_INDEXED_PER_STEP = 512  # tokens of all texts: a few milliseconds, and as fast as prompts are prefilled
-_LEARNED_TOGETHER = 8  # tokens of a request that is not queried: learning them together is cheaper than one by one
+_CHECKED_EVERY = 8  # tokens of a request that is not queried
+_COPIED = 4  # tokens: where these occurred before, a request may be copying
+_TOKEN_BYTES = array("i").itemsize
 _NO_RECENT_TEXTS = RecentLimits()
 
 
@@ -101,7 +104,8 @@ class _TrackedRequest:
     """A live request: its history, which only grows, and the indexes of its texts.
 
     `output` is the request's own and contains the first `num_learned` tokens of the history. `prompt` and `prediction` are
-    indexed in turns and may be shared. While a request `is_queried`, its tokens are learned one by one, else several together.
+    indexed in turns and may be shared. While a request `is_queried`, its tokens are learned in each step, else once its text
+    repeats a part of itself. `text` are the first tokens of the history, which were searched for such a part.
     """
 
     request: Request
@@ -110,6 +114,7 @@ class _TrackedRequest:
     prompt: TextIndex | None
     output: ContextTree
     num_learned: int
+    text: bytearray
     next_matches: _NextTokenMatches = _NextTokenMatches()
     is_queried: bool = True
 
@@ -117,6 +122,17 @@ class _TrackedRequest:
     def is_free(self) -> bool:
         """Whether the request leaves the choice of a tree to the policy."""
         return self.request.speculation.expansion is None
+
+    @property
+    def num_unchecked(self) -> int:
+        """Committed tokens since the last search for a repeated part."""
+        return len(self.history) - len(self.text) // _TOKEN_BYTES
+
+    def repeats_itself(self) -> bool:
+        """Return whether the last tokens occurred before in the history."""
+        self.text += _as_bytes(self.history[len(self.text) // _TOKEN_BYTES :])
+        # A match that begins within a token is rare, and only causes tokens to be learned.
+        return self.text.find(self.text[-_COPIED * _TOKEN_BYTES :], 0, -_TOKEN_BYTES) >= 0
 
     @property
     def num_unlearned(self) -> int:
@@ -131,7 +147,7 @@ class _TrackedRequest:
 
 
 class TextCache:
-    """Cached text of all requests. `begin` and `end` bound a request's life; `advance` is called before each step.
+    """Cached text of all requests. `begin` and `end` bound a request's life; `advance` is called before a policy chooses.
 
     A match in own or recent text has at least `min_tokens` tokens. `recent` limits the stored outputs; by default none are
     stored. If `has_own_texts` is False, only predictions are drafted from. Distributions change in `advance` alone.
@@ -144,13 +160,11 @@ class TextCache:
         self._indexer = Indexer()
         self._recent = RecentTexts(recent if has_own_texts else _NO_RECENT_TEXTS, self._indexer)
         self._tracked: dict[str, _TrackedRequest] = {}
-        self._has_queries, self._num_steps = False, 0  # both since tokens were last learned
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
         """Track a request; `history` is its committed tokens and grows with them."""
         if request.speculation.is_enabled and (self.has_own_texts or request.prediction_ids):
             self._tracked[request.request_id] = self._tracked_request(request, history)
-            self._has_queries = True
             self._recent.touch(request.tenant)
 
     def _tracked_request(self, request: Request, history: Sequence[int]) -> _TrackedRequest:
@@ -164,7 +178,8 @@ class TextCache:
             prompt = self._indexer.index_of(tenant, text_with_context((), prompt_ids))
         output = ContextTree()
         output.begin(prompt_ids)
-        return _TrackedRequest(request, history, prediction, prompt, output, len(prompt_ids))
+        text = bytearray(_as_bytes(history))
+        return _TrackedRequest(request, history, prediction, prompt, output, len(prompt_ids), text)
 
     def end(self, request_id: str) -> None:
         """Stop tracking a request and store its output for its tenant."""
@@ -177,32 +192,48 @@ class TextCache:
         """Learn the newly committed tokens of these requests, and index a bounded number of pending tokens.
 
         Return whether a long chain may start after the new tokens of a request that leaves the choice of a tree to the policy.
-        For queried requests with new tokens the next matches are found here, because they will be queried again. Any other
-        request counts, without a look, in the step in which its tokens are learned.
+        For queried requests with new tokens the next matches are found here, because they will be queried again. A request that
+        is not queried is learned, and counts as queried, if it may be copying. A new request without new tokens counts without
+        a look.
         """
-        self._num_steps += 1
-        may_start_chain, grown = False, []
-        if self._has_queries or self._num_steps >= _LEARNED_TOGETHER:
-            self._has_queries, self._num_steps = False, 0
-            tracked = [one for one in map(self._tracked.get, running) if one is not None]
-            grown = [one for one in tracked if one.is_queried and one.num_unlearned]
-            for one in tracked:
-                # Queries of other requests restart the count of steps. Half the tokens suffice, so that no request waits for
-                # twice as many.
-                if one.is_queried or 2 * one.num_unlearned >= _LEARNED_TOGETHER:
-                    may_start_chain = may_start_chain or (one.is_free and not (one.is_queried and one.num_unlearned))
-                    self._learn_committed(one)
+        may_start_chain, grown, num_left = False, [], MAX_INDEXED_PER_STEP
+        for request_id in running if self._tracked else ():
+            one = self._tracked.get(request_id)
+            if one is None or not (one.is_queried or self._may_copy(one)):
+                continue
+            if (is_queried := one.is_queried) and not one.num_unlearned:  # a new request
+                may_start_chain, one.is_queried = may_start_chain or one.is_free, False
+                continue
+            num_left -= self._learn_committed(one, num_left)
+            if one.num_unlearned:
+                one.is_queried = True
+            else:
+                # The next token is learned too, since a match that is used must be observed.
+                one.is_queried = not is_queried
+                grown.append(one)
         self._indexer.advance(MAX_INDEXED_PER_STEP)
         for one in grown:
             may_start_chain = (self._next_matches(one).is_sure and one.is_free) or may_start_chain
         return may_start_chain
 
-    def _learn_committed(self, tracked: _TrackedRequest) -> None:
-        """Learn the newly committed tokens, each with the matches before it. Matches found by a query are reused."""
+    def _may_copy(self, tracked: _TrackedRequest) -> bool:
+        """Return whether the last of several new tokens occurred before in a text that a request may draft from."""
+        return tracked.num_unchecked >= _CHECKED_EVERY and (
+            (tracked.repeats_itself() and self.has_own_texts)
+            or tracked.prediction is not None
+            or any(tree.match(tracked.history, None, _COPIED) for tree in self._trees_of(tracked).recent)
+        )
+
+    def _learn_committed(self, tracked: _TrackedRequest, max_tokens: int) -> int:
+        """Learn at most so many committed tokens, each with the matches before it; return how many.
+
+        Matches found by a query are reused.
+        """
         trees, history = self._trees_of(tracked), tracked.history
         cached = tracked.next_matches
         matches = cached.matches if cached.position == tracked.num_learned else None
-        for position in range(tracked.num_learned, len(history)):
+        first, end = tracked.num_learned, min(len(history), tracked.num_learned + max_tokens)
+        for position in range(first, end):
             token_id = history[position]
             own = None if tracked.prompt is None else tracked.output.append_and_match(token_id, self._min_tokens)
             if matches is None:
@@ -210,7 +241,8 @@ class TextCache:
             for source, match in matches:
                 self._agreement.observe(source, match, token_id)
             matches = None
-        tracked.num_learned, tracked.next_matches, tracked.is_queried = len(history), _NextTokenMatches(), False
+        tracked.num_learned, tracked.next_matches, tracked.is_queried = end, _NextTokenMatches(), False
+        return end - first
 
     def _trees_of(self, tracked: _TrackedRequest) -> _Trees:
         return tracked.trees(self._recent.trees_of(tracked.request.tenant))
@@ -224,7 +256,7 @@ class TextCache:
         """
         tracked, context = self._tracked.get(row.request_id), row.sampling_context(tuple(path_ids))
         if tracked is not None:
-            tracked.is_queried = self._has_queries = True
+            tracked.is_queried = True
             return self._distribution(self._matches_after(tracked, context.path_ids), context)
         if not self.has_own_texts:
             return None
@@ -258,7 +290,7 @@ class TextCache:
                 break
             path_ids += (max(distribution.probs, key=distribution.probs.__getitem__),)
         if path_ids:
-            tracked.is_queried = self._has_queries = True
+            tracked.is_queried = True
         return len(path_ids)
 
     def can_start_chain(self, request_id: str) -> bool:
@@ -298,6 +330,10 @@ class TextCache:
         is_reliable = distribution.confidence >= SURE_CONFIDENCE
         is_sure = is_reliable and not may_suppress(context.sampling, distribution.probs, num_generated)
         return replace(distribution, is_sure=is_sure)
+
+
+def _as_bytes(token_ids: Sequence[int]) -> bytes:
+    return array("i", token_ids).tobytes()
 
 
 def _snapshot(matches: Sequence[_SourceMatch]) -> list[_SourceMatch]:

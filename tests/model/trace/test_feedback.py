@@ -26,7 +26,7 @@ def test_tokens_after_stop_are_no_gain(monkeypatch):
     config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
     engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
     observed: list[StepFeedback] = []
-    monkeypatch.setattr(engine._policy, "observe", observed.append)
+    monkeypatch.setattr(engine._policy._policy, "observe", observed.append)
     stats = run(engine, requests_of("traversal", num=60, stop_token_ids=tuple(range(30)))).stats
     assert len(observed) == len(stats), "the last of them too"
     num_kept = sum(one.num_accepted_tokens for one in stats)
@@ -37,7 +37,7 @@ def test_tokens_after_stop_are_no_gain(monkeypatch):
 def test_step_reports_drafting_and_details_on_request(monkeypatch):
     engine = head_engine(learnt_head(), policy=SeldomDrafts(1), config=CROWDED)
     observed: list[StepFeedback] = []
-    monkeypatch.setattr(engine._policy, "observe", observed.append)
+    monkeypatch.setattr(engine._policy._policy, "observe", observed.append)
     run(engine, mixed_requests(max_tokens=16))
     assert not any(one._outcomes or one._work for one in observed), "no detail was requested"
     for one in observed:

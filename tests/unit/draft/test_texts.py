@@ -308,9 +308,42 @@ def steps_that_follow(is_read: bool) -> list[int]:
     return [end - begin for begin, end in pairwise([-1, *ends])]
 
 
-def test_unused_text_is_followed_in_batches():
+def test_unused_text_is_not_followed():
     assert steps_that_follow(is_read=True) == [1] * 13
-    assert steps_that_follow(is_read=False) == [1, 8]  # a request that begins may draft at once
+    assert steps_that_follow(is_read=False) == [1]  # a request that begins may draft at once
+
+
+@pytest.mark.parametrize(("length", "is_followed"), [(texts._COPIED - 1, False), (texts._COPIED, True)])
+def test_unused_text_is_followed_once_it_repeats(length, is_followed):
+    """Repeats of the prompt and of the output count alike. The next token is learned too, so that every match is observed."""
+    for of_prompt in (True, False):
+        new = range(100, 140)
+        cache = TextCache()
+        history = begun(cache, [*new] if of_prompt else PROMPT)
+        cache.advance(["r"])
+        history += [] if of_prompt else new
+        cache.advance(["r"])
+        for token_id in [*range(400, 424 - length), *new[:length]]:
+            history.append(token_id)
+            cache.advance(["r"])
+        assert (not cache._tracked["r"].num_unlearned) == is_followed
+        history.append(500)
+        cache.advance(["r"])
+        assert (not cache._tracked["r"].num_unlearned) == is_followed
+
+
+def test_long_unused_text_is_followed_in_parts():
+    """The bug to prevent: a query after a long text without queries would make the next step learn all of it."""
+    cache = TextCache()
+    history = begun(cache)
+    cache.advance(["r"])
+    history += range(100, 100 + 2 * texts.MAX_INDEXED_PER_STEP)
+    cache.distributions_after([(row_of("r", history), ())])
+    unlearned = []
+    for _ in range(3):
+        cache.advance(["r"])
+        unlearned.append(cache._tracked["r"].num_unlearned)
+    assert unlearned == [texts.MAX_INDEXED_PER_STEP, 0, 0]
 
 
 def test_run_length_updates_as_text_is_followed():
@@ -367,9 +400,9 @@ def predicts_itself(tree: ContextTree, token_id: int, least: int) -> Match | Non
     return Match(fork.depth, dict(fork.counts)) if fork.depth >= least else None
 
 
-def learns_from_another_token(cache: TextCache, one: texts._TrackedRequest) -> None:
+def learns_from_another_token(cache: TextCache, one: texts._TrackedRequest, max_tokens: int) -> int:
     one.next_matches = one.next_matches._replace(position=one.num_learned) if one.next_matches.matches else one.next_matches
-    _follow(cache, one)
+    return _follow(cache, one, max_tokens)
 
 
 @pytest.mark.parametrize(

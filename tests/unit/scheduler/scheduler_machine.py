@@ -160,7 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Steps of one composition have the same sequences, all of which decode; while a prompt is fed there is none."""
         names = [view.request_id for view in views]
         assert len(views) == len(names)
-        is_whole = names == self.scheduler.running_ids or self.scheduler.pacing.is_paused
+        is_whole = names == [*self.scheduler.running_ids] or self.scheduler.pacing.is_paused
         all_decode = all(view.num_uncached == 1 for view in views) and is_whole
         assert (views.composition is not None) == all_decode
         if views.composition is not None:

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -122,6 +123,17 @@ def test_steps_that_feed_prompts_are_left_out():
         found.on_step(StepStats(1, 1, 0, 0, 1, num_decoding_rows=1, num_target_tokens=9, expansions={"0.1.0": 1}, step_s=1.0))
         found.on_step(StepStats(1, 1, 0, 0, 1, num_decoding_rows=1, num_target_tokens=1, expansions={"0.1.0": 1}))
     assert math.isnan(found.interval().estimate)
+
+
+@pytest.mark.parametrize("num_undraftable", [1, 2])
+def test_rows_that_disable_drafting_are_left_out(num_undraftable):
+    """The bug: plain steps of clients that disable drafting moved the speed-up towards 1. Neighbour: a mixed batch."""
+    found, mixed = SpeedupOverPlain(), Server(1.0, drafts=False)
+    for drafting, plain in zip(Server(1.5).steps(60_000), mixed.steps(60_000), strict=True):
+        found.on_step(drafting)
+        if plain.num_decoding_rows == 2:
+            found.on_step(replace(plain, num_undraftable_rows=num_undraftable))
+    assert found.interval().lower < 1.5 < found.interval().upper
 
 
 def test_change_is_found_after_a_new_window(monkeypatch):

@@ -1,0 +1,91 @@
+"""A batch that decodes plainly runs without the policy between the policy's own steps."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+
+from engine.choice_cache import CachedChoice
+from engine.core.policy import BatchViews, ExpansionChoice, Reason, StepFeedback
+from engine.core.step_observer import MOST_UNOBSERVED, PolicySteps
+from engine.core.tree import PLAIN, Expansion
+
+TREE = Expansion(2, 1, 0)
+
+
+@dataclass
+class Step:
+    """A committed step; a request's own tree may have been drafted in it."""
+
+    feedback: StepFeedback
+
+
+class Counts:
+    """A policy with one choice, which counts its calls and the steps that it observed."""
+
+    name = "counts"
+
+    def __init__(self, choice: ExpansionChoice) -> None:
+        self._choice, self.num_choices, self.num_observed = choice, 0, list[int]()
+
+    def choose(self, views):
+        self.num_choices += 1
+        return self._choice
+
+    def observe(self, feedback):
+        self.num_observed.append(feedback.num_steps)
+
+
+def ran(policy: PolicySteps, compositions, has_drafted: bool = False) -> list[bool]:
+    """Run a step with each composition; return whether the policy chose."""
+    chose = []
+    for composition in compositions:
+        views = BatchViews(list, 1, composition)
+        chose.append(policy.reused(views) is None)
+        if chose[-1]:
+            policy.choose(views)
+        policy.after_commit(Step(StepFeedback(0.1, 0.9, False, 1, int(has_drafted), 0, partial(pytest.fail, "read"), tuple)))
+    return chose
+
+
+PLAINLY = ExpansionChoice((PLAIN,), Reason.PLAIN_IS_BEST, num_steps=20)
+
+
+def test_plain_steps_run_without_the_policy():
+    counts = Counts(PLAINLY)
+    assert ran(PolicySteps(CachedChoice(counts)), [7] * 20) == [True, *[False] * 7] * 2 + [True, *[False] * 3]
+    assert counts.num_choices == 1
+    assert counts.num_observed == [8, 8, 4], "the account of probes gets every step"
+
+
+@pytest.mark.parametrize(
+    ("choice", "has_drafted", "composition"),
+    [
+        (ExpansionChoice((TREE,), Reason.SPECULATION_PAYS, num_steps=20), True, 7),
+        (ExpansionChoice((PLAIN,), Reason.FIXED, num_steps=20), False, 7),
+        (PLAINLY, True, 7),  # a request sets its own tree, so that cached text must be followed
+        (PLAINLY, False, None),  # a prompt is fed
+        (ExpansionChoice((PLAIN,), Reason.PLAIN_IS_BEST), False, 7),
+    ],
+)
+def test_other_steps_use_the_policy(choice, has_drafted, composition):
+    counts = Counts(choice)
+    assert all(ran(PolicySteps(counts), [composition] * 10, has_drafted))
+    assert counts.num_observed == [1] * 10
+
+
+def test_new_batches_use_the_policy():
+    """Neighbours: a request ends, a prompt is fed. The cached choice counts the steps that ran without the policy."""
+    counts = Counts(PLAINLY)
+    assert ran(PolicySteps(CachedChoice(counts)), [7, 7, 7, 8, 8, None, 8]) == [True, False, False, True, False, True, True]
+    assert counts.num_choices == 1
+    steps = PolicySteps(CachedChoice(counts := Counts(PLAINLY)))
+    ran(steps, [7] * 18)
+    assert [sum(ran(steps, [8])) for _ in range(3)] == [1, 0, 1]
+    assert counts.num_choices == 2
+
+
+def test_reuse_without_bound_is_detected(monkeypatch):
+    """The mutant: cached text would not be searched while plain decoding is reused."""
+    monkeypatch.setattr("engine.core.step_observer.MOST_UNOBSERVED", 10**6)
+    assert sum(ran(PolicySteps(Counts(PLAINLY)), [7] * 20)) == 1 < 20 / MOST_UNOBSERVED
