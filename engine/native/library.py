@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 SILU, GELU_TANH = 0, 1  # activations
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")  # of a decoder layer
 NUM_SCORES = 64  # best tokens of a node whose probabilities are compared: the others weigh nothing (ranked_tree.h)
-LAYOUT = 5  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
+LAYOUT = 6  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
 NUM_SHARES = 9  # intervals of probabilities: their edges are engine.draft.trees.calibration's (kShareEdges)
 
 

@@ -29,13 +29,14 @@ inline void shares_above(const float* shares, int64_t count, float floor, std::v
 
 // The least share that is kept. `shares` [count] are probabilities relative to the likeliest token's, `all` their sum.
 //
-// The edge is searched among the likeliest tokens. It is final if lower shares cannot move it.
+// The edge is searched among the likeliest tokens, since sorting all of them takes longer than a pass of a small model. It
+// is final if lower shares cannot move it.
 inline float least_kept(const float* shares, int64_t count, double all, const Truncation& by) {
   const bool has_top_k = by.top_k > 0 && by.top_k < count;
   if (!has_top_k && by.top_p >= 1)
     return (float)by.min_p;
   thread_local std::vector<float> best;
-  for (const float floor : {0x1p-4f, 0x1p-10f, 0x1p-16f, 0.0f}) {
+  for (const float floor : {0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-25f, 0x1p-32f, 0x1p-50f, 0.0f}) {
     shares_above(shares, count, floor, best);
     size_t allowed = best.size();
     double mass = all;
