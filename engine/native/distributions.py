@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.native import library
 
 
-class Truncation(NamedTuple):
+class KeptTokens(NamedTuple):
     """The tokens that a request keeps of a distribution, as engine.sampling.distributions defines it: 0, 1 and 0 keep all."""
 
     top_k: int = 0
@@ -23,9 +23,9 @@ class Truncation(NamedTuple):
     min_p: float = 0.0
 
 
-def truncations_array(truncations: Sequence[Truncation] | None, count: int) -> NDArray[np.float64]:
+def truncations_array(truncations: Sequence[KeptTokens] | None, count: int) -> NDArray[np.float64]:
     """Return the truncations of `count` rows for the library, [count, 3]; None: nothing is truncated."""
-    return np.array([Truncation()] * count if truncations is None else truncations, dtype=np.float64)
+    return np.array([KeptTokens()] * count if truncations is None else truncations, dtype=np.float64)
 
 
 def can_read(logits_NV: Tensor) -> bool:
@@ -48,7 +48,7 @@ def probs(
     logits_NV: Float[Tensor, "N V"],
     rows: Sequence[int],
     temperatures: Sequence[float],
-    truncations: Sequence[Truncation] | None = None,
+    truncations: Sequence[KeptTokens] | None = None,
 ) -> Float[Tensor, "R V"]:
     """Return softmax(logits / temperature) of each of `rows`, truncated."""
     logits_NV, rows_R = logits_NV.contiguous(), np.array(rows, dtype=np.int64)

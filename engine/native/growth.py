@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from engine.native import library
-from engine.native.distributions import Truncation
+from engine.native.distributions import KeptTokens
 from engine.native.library import Fed
 from engine.native.mixture import Predicted, flattened
 from engine.utils.host_transfer import as_longs
@@ -45,7 +45,7 @@ class RankedRow:
     shares: Sequence[Sequence[float]]
     temperature: float
     sharpness: float
-    truncation: Truncation
+    truncation: KeptTokens
 
 
 class FedRow(NamedTuple):

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.native import library
-from engine.native.distributions import Truncation, truncations_array
+from engine.native.distributions import KeptTokens, truncations_array
 
 
 def can_choose(device: torch.device | str) -> bool:
@@ -72,7 +72,7 @@ def rankings(
     most: int,
     keys: Sequence[int] | None,
     ids_M: Int[Tensor, " M"] | None,
-    truncations: Sequence[Truncation] | None = None,
+    truncations: Sequence[KeptTokens] | None = None,
 ) -> list[BestTokens]:
     """Return at most `most` possible tokens of softmax(logits / temperature), truncated, ranked by log q.
 

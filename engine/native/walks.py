@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.core.tree import TokenTree
 from engine.native import library
-from engine.native.distributions import Truncation, truncations_array
+from engine.native.distributions import KeptTokens, truncations_array
 
 
 class WalkedPath(NamedTuple):
@@ -32,7 +32,7 @@ def walks(
     rows: Sequence[int],
     temperatures: Sequence[float],
     keys: Sequence[Sequence[int]],
-    truncations: Sequence[Truncation] | None = None,
+    truncations: Sequence[KeptTokens] | None = None,
 ) -> list[WalkedPath | None]:
     """Return the path that each tree's choices follow; None if a distribution on it is invalid.
 

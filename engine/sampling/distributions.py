@@ -16,7 +16,7 @@ from engine.core.sampling_limits import MIN_TEMPERATURE
 from engine.core.step_plan import SamplingContext
 from engine.core.types import SamplingParams
 from engine.native import distributions as native
-from engine.native.distributions import Truncation
+from engine.native.distributions import KeptTokens
 from engine.sampling.logits_processors import edited_logits
 from engine.utils.host_transfer import column, integers
 
@@ -76,9 +76,9 @@ def ranking_temperature(sampling: SamplingParams) -> float:
     return max(ranking_params(sampling).temperature, MIN_TEMPERATURE)
 
 
-def truncation(params: SamplingParams) -> Truncation:
+def truncation(params: SamplingParams) -> KeptTokens:
     """Return top-k, top-p and min-p for the native library."""
-    return Truncation(params.top_k, params.top_p, params.min_p)
+    return KeptTokens(params.top_k, params.top_p, params.min_p)
 
 
 def truncates(params: SamplingParams) -> bool:

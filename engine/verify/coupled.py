@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.core.rng_keys import StepKey, Stream, stream_key
 from engine.core.tree import ROOT, TokenTree
 from engine.native import noise as native
-from engine.native.distributions import Truncation
+from engine.native.distributions import KeptTokens
 from engine.native.walks import walks as native_walks
 from engine.sampling.noise import gumbels
 from engine.utils.host_transfer import integers, rows_to_host
@@ -130,7 +130,7 @@ def judge_coupled_natively(
     logits_NV: Float[Tensor, "N V"],
     rows: Sequence[int],
     temperatures: Sequence[float],
-    truncations: Sequence[Truncation],
+    truncations: Sequence[KeptTokens],
     keys: Sequence[StepKey],
 ) -> list[Verdict]:
     """Return Coupled's verdicts, computed by the native library from the `rows` of logits of the trees' nodes.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -97,7 +98,7 @@ def crowd() -> list[Request]:
         prediction_ids=(7, 14, 21, *LONG, 48, 9, 9, 9),
     )
     seeded = [sampled(str(row), LONG[row:] * 2, row, 20, temperature=0.4 + 0.3 * row) for row in range(4)]
-    truncations = ({"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.2, "top_p": 0.95, "top_k": 9})
+    truncations: list[dict[str, Any]] = [{"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.2, "top_p": 0.95, "top_k": 9}]
     seeded += [sampled(f"truncated {row}", LONG[row:] * 2, row, 20, **one) for row, one in enumerate(truncations)]
     tied = [greedy(str(ids), [5, ids[0], 5, ids[1], 5], 8) for ids in ((14, 7), (7, 21), (42, 3))]
     return [greedy("greedy", LONG * 2, 32), *seeded, predicted, greedy("other", [7, 14, 21, 28, 35] * 6, 32), *tied]

@@ -77,11 +77,11 @@ def test_distributions_noise_and_rankings_are_the_same(monkeypatch):
     temperatures, keys = [0.3, 0.7, 1.0, 1.5, 2.0], [3, 1 << 63, 5, 7, 11]
     sharpness = [1.0, 2.5, 8.0, 0.25, 1.4]
     kept = [
-        probs.Truncation(),
-        probs.Truncation(7),
-        probs.Truncation(0, 0.8),
-        probs.Truncation(0, 1, 0.1),
-        probs.Truncation(50, 0.9, 0.01),
+        probs.KeptTokens(),
+        probs.KeptTokens(7),
+        probs.KeptTokens(0, 0.8),
+        probs.KeptTokens(0, 1, 0.1),
+        probs.KeptTokens(50, 0.9, 0.01),
     ]
     one, other = of_each_build(monkeypatch, lambda: probs.probs(LOGITS, range(5), temperatures, kept))
     assert torch.equal(one, other)
@@ -107,6 +107,6 @@ def test_mixtures_and_walks_are_the_same(monkeypatch):
     assert torch.equal(one, other)
     assert first == second
     trees = [TokenTree((-1, 0, 0), (1, 2, 3), ((1, 2), (), ())), TokenTree((-1, 0), (1, 7), ((1,), ()))]
-    kept, keys = [probs.Truncation(0, 0.9), probs.Truncation(5)], [[3, 1 << 63], [5, 7]]
+    kept, keys = [probs.KeptTokens(0, 0.9), probs.KeptTokens(5)], [[3, 1 << 63], [5, 7]]
     walked = of_each_build(monkeypatch, lambda: walks.walks(LOGITS, trees, range(5), [0.7, 1.0], keys, kept))
     assert walked[0] == walked[1]

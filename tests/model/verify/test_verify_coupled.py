@@ -14,7 +14,7 @@ from engine.core.rng_keys import StepKey, Stream, stream_key
 from engine.core.tree import TokenTree
 from engine.core.types import SamplingParams
 from engine.native import library
-from engine.native.distributions import Truncation
+from engine.native.distributions import KeptTokens
 from engine.sampling.distributions import warped_probs
 from engine.sampling.noise import gumbels
 from engine.verify import coupled
@@ -76,7 +76,7 @@ def by_library(forest: Forest, probs_NV: torch.Tensor, keys: list[StepKey]) -> l
     logits_NV = torch.full((2 * len(probs_NV), probs_NV.shape[1]), math.nan)
     of_tree = torch.tensor([t for t, tree in zip(temperatures, forest.trees) for _ in range(tree.num_nodes)])
     logits_NV[list(rows)] = probs_NV.float().log() * of_tree[:, None]
-    return judge_coupled_natively(forest.trees, logits_NV, rows, temperatures, [Truncation()] * len(forest.trees), keys)
+    return judge_coupled_natively(forest.trees, logits_NV, rows, temperatures, [KeptTokens()] * len(forest.trees), keys)
 
 
 WAYS = [by_probs, pytest.param(by_library, marks=needs_library)]
@@ -107,7 +107,7 @@ def test_truncated_trees_are_judged_as_by_distributions(is_mutant: bool) -> None
     model = TinyModel(VOCAB, 3)
     batch = batch_of(model, [any_tree(rng) for _ in range(count)])
     trees, keys = batch.forest.trees, [StepKey(seed, seed % 5) for seed in range(count)]
-    kept = [Truncation(), Truncation(2), Truncation(0, 0.6), Truncation(0, 1.0, 0.5), Truncation(3, 0.7, 0.1)] * (count // 5)
+    kept = [KeptTokens(), KeptTokens(2), KeptTokens(0, 0.6), KeptTokens(0, 1.0, 0.5), KeptTokens(3, 0.7, 0.1)] * (count // 5)
     logits_NV = batch.target_probs_NV.float().log()
     sampling = [
         SamplingParams(top_k=one.top_k, top_p=one.top_p, min_p=one.min_p)
