@@ -4,7 +4,7 @@ If the batch changes but does not shrink, a choice of plain decoding is still re
 new sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from engine.core.policy import BatchViews, ExpansionChoice, ExpansionPolicy, Reason, SequenceView, composition_of
@@ -21,7 +21,7 @@ class CachedChoice:
         self._policy = policy
         self.observe = policy.observe  # every step: the policy learns from reused choices too
         self._choice, self._num_left = ExpansionChoice(()), 0
-        self._composition: tuple[int, int] | None = None
+        self._composition: Hashable = None
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the last choice if it is still valid, else a new one."""

@@ -4,7 +4,7 @@ A policy receives SequenceViews, chooses an expansion for each (ExpansionChoice)
 adaptive policy is in the selector package, which the engine never imports.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -58,7 +58,7 @@ class BatchViews(Sequence[SequenceView]):
     sequence. `num_steps` ran since the last choice.
     """
 
-    def __init__(self, make: Callable[[], list[SequenceView]], count: int, composition: tuple[int, int] | None) -> None:
+    def __init__(self, make: Callable[[], list[SequenceView]], count: int, composition: Hashable) -> None:
         self.composition = composition
         self.has_news, self.num_steps = True, 1
         self._make, self._count = make, count
@@ -81,7 +81,7 @@ class BatchViews(Sequence[SequenceView]):
         return iter(self._views)
 
 
-def composition_of(views: Sequence[SequenceView]) -> tuple[int, int] | None:
+def composition_of(views: Sequence[SequenceView]) -> Hashable:
     """Return the composition of a step, or None if it is unknown."""
     return views.composition if type(views) is BatchViews else None
 

@@ -1,6 +1,6 @@
 """The observers of an engine's steps, and their view of a committed step. Free of torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -79,7 +79,7 @@ class PolicySteps(StepObserver):
     def __init__(self, policy: ExpansionPolicy) -> None:
         self._policy = policy
         self._choice = ExpansionChoice(())
-        self._composition: tuple[int, int] | None = None
+        self._composition: Hashable = None
         self._num_left = self._num_passed = 0  # steps without the policy, until and since its last step
 
     def reused(self, views: BatchViews) -> ExpansionChoice | None:

@@ -5,7 +5,7 @@ others. A chain therefore ends where its last node is less likely to be accepted
 depends on committed tokens alone and is made before anything is drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from engine.core.policy import BatchViews, ExpansionChoice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
@@ -29,7 +29,7 @@ class LongChainPolicy:
         self._policy = policy
         self._texts = texts
         self._max_length = max_length
-        self._composition: tuple[int, int] | None = None
+        self._composition: Hashable = None
         self._chained: frozenset[str] = frozenset()  # requests with a chain in the last choice
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from engine.core.types import SamplingParams
+from engine.native import distributions as native
 from engine.sampling import distributions as sampling
 from tests.model.distributions import probs_of
 from tests.strategies import sampling_params
@@ -64,7 +65,7 @@ def check(probs_of, logits_NV: Tensor, params: list[SamplingParams]) -> None:
 
 def probs_by_torch(logits_NV: Tensor, params: list[SamplingParams]) -> Tensor:
     """Return the distributions that torch computes on a device without the native library."""
-    with patch.object(sampling.native, "can_read", lambda _: False):
+    with patch.object(native, "can_read", lambda _: False):
         return probs_of(logits_NV, params)
 
 

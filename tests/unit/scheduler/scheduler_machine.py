@@ -5,6 +5,7 @@ so is a wrong length. A bad pass writes bad content, and so does every pass that
 """
 
 import random
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import pytest
@@ -101,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scored: dict[str, int] = {}
         self.count = 0
         self.is_mid_step = False
-        self.stepped: dict[int, list[str]] = {}
+        self.stepped: dict[Hashable, list[str]] = {}
 
     @rule(
         num_prompt=st.integers(1, 12),
