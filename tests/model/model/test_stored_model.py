@@ -263,7 +263,8 @@ def test_a_served_engine_steps_a_stored_model(tmp_path: Path, stored: list[str])
     assert engine.info.has_same_bits
     audited = build_served(replace(config, audit_share=0.5))
     assert stored == ["float32"], "an audited engine compares with the module"
-    assert audited.info == engine.info
+    assert audited.info.peaks is not None, "every start measures them"
+    assert replace(audited.info, peaks=None) == replace(engine.info, peaks=None)
 
 
 def test_files_of_other_versions_are_refused(tmp_path: Path, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
