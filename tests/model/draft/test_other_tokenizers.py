@@ -19,6 +19,7 @@ from engine.draft.models.translating_drafter import TranslatingDrafter
 from engine.draft.text.text_cache import TextCache
 from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees import sampling as children
+from engine.testing import tiny_module
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.distributions import probs_of
 from tests.model.draft.other_tokenizers import (
@@ -192,6 +193,18 @@ def test_special_tokens_are_translated_or_left_out():
     assert text.draft_ids == [start, *draft.tokenize_bytes(b"he"), end]
 
 
+def test_padding_of_the_output_head_is_no_text(tmp_path):
+    """A padded head has more rows than the tokenizer has tokens; a prompt of ids can have them. They were read as `<[336]>`."""
+    folders = []
+    for name in OTHER:
+        module = tiny_module(vocab_size=vocabulary(name).vocab_size + 3)
+        folders.append(model_folder_of(tmp_path / name, module, name))
+    tokens, size = token_map.token_map(*folders), vocabulary(OTHER[0]).vocab_size
+    assert tokens.draft_id_of == tokens_of(*OTHER).draft_id_of
+    for padding in (size, size + 2):
+        assert grown(tokens, [padding, *PROMPT, padding], 1).draft_ids == grown(tokens, PROMPT, 1).draft_ids
+
+
 @pytest.mark.parametrize("is_spelled", [False, True])
 def test_prefix_of_the_drafter_comes_once(is_spelled):
     """Some tokenizers put a token before a text. The target's text may begin with the same token."""
@@ -260,6 +273,19 @@ def test_prefix_is_reused_within_a_salt():
     assert (first > 10, second) == (True, 3)  # the root, and two drafted tokens
     for salts in (("a", "b"), (None, None), (None, ""), ("", None)):
         assert num_fed(salts) == [first, first]
+
+
+def test_stored_text_outlives_short_prefixes():
+    """The rest of a text is freed when its prefix is taken: two texts with one special token in common must not take it."""
+    drafter = drafter_of(*OTHER)
+    history = (*PROMPT, *PROMPT)
+    for name, text in (("a", history), ("b", PROMPT[:1] + prompt_of(OTHER[0], "cjk")[1:]), ("c", history)):
+        drafter.begin(Request(name, text), text)
+        row = row_of(name, text)
+        num_fed = drafter.feed([row], [FrontierNode(GrowingTree(row), ROOT, 1)]).passes.num_fed
+        drafter.end(name)
+        drafter.check_integrity()
+    assert num_fed == 3
 
 
 def test_slots_are_freed_after_abort_and_preemption():
