@@ -58,7 +58,7 @@ def checked(drafter: TranslatingDrafter):
 @pytest.mark.parametrize("tree", TREES, ids=str)
 def test_greedy_texts_are_those_of_transformers(pair, tree):
     drafter = drafter_of(*pair)
-    engine = engine_of(*pair, tree, drafter=drafter)
+    engine = engine_of(pair[0], pair[1], tree, drafter=drafter)
     prompts = {name: prompt_of(pair[0], name) for name in TEXTS}
     session = run(engine, [greedy(name, prompt, 24) for name, prompt in prompts.items()], checked(drafter))
     target = modules(*pair)[0]
@@ -193,7 +193,7 @@ def test_special_tokens_are_translated_or_left_out():
     assert text.draft_ids == [start, *draft.tokenize_bytes(b"he"), end]
 
 
-def test_padding_of_the_output_head_is_no_text(tmp_path):
+def test_padding_of_output_heads_is_no_text(tmp_path):
     """A padded head has more rows than the tokenizer has tokens; a prompt of ids can have them. They were read as `<[336]>`."""
     folders = []
     for name in OTHER:
@@ -256,7 +256,7 @@ def test_mutant_keys_of_refused_drafts_are_seen(monkeypatch):
         test_kept_keys_are_those_of_one_pass()
 
 
-def num_fed(salts: tuple[str | None, str | None]) -> list[int]:
+def num_fed(salts: tuple[str | None, str | None]) -> list[float]:
     """Return the committed tokens that two requests with the same prompt feed, the second after the end of the first."""
     drafter, counts = drafter_of(*OTHER), []
     for name, salt in zip("ab", salts, strict=True):
