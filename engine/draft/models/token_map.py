@@ -13,6 +13,7 @@ from pathlib import Path
 from llguidance import LLTokenizer
 
 from engine.weights import WeightsError
+from engine.weights.facts import read_facts
 from engine.weights.stored_tokenizer import load_tokenizer
 
 _MOST_REENCODED = 8  # tokens of the drafter
@@ -118,21 +119,24 @@ def _shared_tokens(target: LLTokenizer, draft: LLTokenizer) -> dict[int, int]:
 
 
 def _ids_by_token(tokenizer: LLTokenizer) -> dict[tuple[bool, bytes], int]:
-    """Return the id of each token. Of several tokens with the same bytes, the id is that by which a text is encoded."""
+    """Return the id of each token but padding. Of several tokens with the same bytes, the id is that by which text is encoded."""
     ids: dict[tuple[bool, bytes], int] = {}
     for token_id in range(tokenizer.vocab_size):
         token = tokenizer.is_special_token(token_id), tokenizer.decode_bytes([token_id])
-        if token[1] and (token not in ids or tokenizer.tokenize_bytes(token[1]) == [token_id]):
+        is_padding = token[1] in (b"", f"<[{token_id}]>".encode())
+        if not is_padding and (token not in ids or tokenizer.tokenize_bytes(token[1]) == [token_id]):
             ids[token] = token_id
     return ids
 
 
 def _vocabulary(folder: Path) -> LLTokenizer:
-    backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
+    """Return a folder's tokens. Rows of the output head beyond them are special tokens."""
+    tokenizer = load_tokenizer(folder)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise WeightsError(f"the tokenizer of {folder} is not a fast tokenizer")
     try:
-        return LLTokenizer(backend.to_str(), slices=[])
+        return LLTokenizer(backend.to_str(), n_vocab=max(read_facts(folder).vocab_size, len(tokenizer)), slices=[])
     except ValueError as error:
         raise WeightsError(f"the bytes of the tokens of {folder} are unknown: {error}") from error
 

@@ -216,7 +216,10 @@ class TranslatingDrafter(ModelDrafter):
         return text
 
     def _begun(self, row: Row) -> _Text:
-        """Return the text of a new row, with the keys of the ended text that has the longest prefix in common."""
+        """Return the text of a new row, with the keys of the ended text that has the longest prefix in common.
+
+        Its other keys are freed. So a text of which less than half would be kept is not taken.
+        """
         text = _Text(self._salts.get(row.request_id, ""), TranslatedText(self._tokens))
         text.translated.follow(row.history)
         lengths = {
@@ -225,7 +228,7 @@ class TranslatingDrafter(ModelDrafter):
             if stored.salt == text.salt
         }
         best = max(lengths, key=lengths.__getitem__, default=None)
-        if best is not None and lengths[best]:
+        if best is not None and 2 * lengths[best] >= len(self._stored[best].slots):
             stored = self._stored.pop(best)
             text.cached_ids, text.slots = stored.cached_ids, stored.slots
         return text

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionPolicy, FixedExpansion
 from engine.core.tree import Expansion
+from engine.draft.drafter import Drafter
 from engine.draft.models.token_map import TokenMap
 from engine.draft.models.translating_drafter import TranslatingDrafter
 from engine.engine import Engine
@@ -91,7 +92,7 @@ def engine_of(
     expansion: Expansion | ExpansionPolicy,
     is_markov: bool = False,
     config: SchedulerConfig | None = None,
-    drafter: TranslatingDrafter | None = None,
+    drafter: Drafter | None = None,
 ) -> Engine:
     policy = FixedExpansion(expansion) if isinstance(expansion, Expansion) else expansion
     drafter = drafter or drafter_of(target, draft, is_markov)
@@ -120,4 +121,4 @@ def greedy_text(module: PreTrainedModel, prompt: Sequence[int], num_tokens: int)
     out = module.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens, eos_token_id=None, pad_token_id=0
     )
-    return out[0, len(prompt) :].tolist()
+    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]

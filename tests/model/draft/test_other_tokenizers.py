@@ -19,6 +19,7 @@ from engine.draft.models.translating_drafter import TranslatingDrafter
 from engine.draft.text.text_cache import TextCache
 from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees import sampling as children
+from engine.testing import tiny_module
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.distributions import probs_of
 from tests.model.draft.other_tokenizers import (
@@ -57,7 +58,7 @@ def checked(drafter: TranslatingDrafter):
 @pytest.mark.parametrize("tree", TREES, ids=str)
 def test_greedy_texts_are_those_of_transformers(pair, tree):
     drafter = drafter_of(*pair)
-    engine = engine_of(*pair, tree, drafter=drafter)
+    engine = engine_of(pair[0], pair[1], tree, drafter=drafter)
     prompts = {name: prompt_of(pair[0], name) for name in TEXTS}
     session = run(engine, [greedy(name, prompt, 24) for name, prompt in prompts.items()], checked(drafter))
     target = modules(*pair)[0]
@@ -192,6 +193,18 @@ def test_special_tokens_are_translated_or_left_out():
     assert text.draft_ids == [start, *draft.tokenize_bytes(b"he"), end]
 
 
+def test_padding_of_output_heads_is_no_text(tmp_path):
+    """A padded head has more rows than the tokenizer has tokens; a prompt of ids can have them. They were read as `<[336]>`."""
+    folders = []
+    for name in OTHER:
+        module = tiny_module(vocab_size=vocabulary(name).vocab_size + 3)
+        folders.append(model_folder_of(tmp_path / name, module, name))
+    tokens, size = token_map.token_map(*folders), vocabulary(OTHER[0]).vocab_size
+    assert tokens.draft_id_of == tokens_of(*OTHER).draft_id_of
+    for padding in (size, size + 2):
+        assert grown(tokens, [padding, *PROMPT, padding], 1).draft_ids == grown(tokens, PROMPT, 1).draft_ids
+
+
 @pytest.mark.parametrize("is_spelled", [False, True])
 def test_prefix_of_the_drafter_comes_once(is_spelled):
     """Some tokenizers put a token before a text. The target's text may begin with the same token."""
@@ -243,7 +256,7 @@ def test_mutant_keys_of_refused_drafts_are_seen(monkeypatch):
         test_kept_keys_are_those_of_one_pass()
 
 
-def num_fed(salts: tuple[str | None, str | None]) -> list[int]:
+def num_fed(salts: tuple[str | None, str | None]) -> list[float]:
     """Return the committed tokens that two requests with the same prompt feed, the second after the end of the first."""
     drafter, counts = drafter_of(*OTHER), []
     for name, salt in zip("ab", salts, strict=True):
@@ -260,6 +273,19 @@ def test_prefix_is_reused_within_a_salt():
     assert (first > 10, second) == (True, 3)  # the root, and two drafted tokens
     for salts in (("a", "b"), (None, None), (None, ""), ("", None)):
         assert num_fed(salts) == [first, first]
+
+
+def test_stored_text_outlives_short_prefixes():
+    """The rest of a text is freed when its prefix is taken: two texts with one special token in common must not take it."""
+    drafter = drafter_of(*OTHER)
+    history = (*PROMPT, *PROMPT)
+    for name, text in (("a", history), ("b", PROMPT[:1] + prompt_of(OTHER[0], "cjk")[1:]), ("c", history)):
+        drafter.begin(Request(name, text), text)
+        row = row_of(name, text)
+        num_fed = drafter.feed([row], [FrontierNode(GrowingTree(row), ROOT, 1)]).passes.num_fed
+        drafter.end(name)
+        drafter.check_integrity()
+    assert num_fed == 3
 
 
 def test_slots_are_freed_after_abort_and_preemption():
