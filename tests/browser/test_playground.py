@@ -365,11 +365,11 @@ def test_ceiling_is_measured_on_demand(page: Page, axe: str) -> None:
 
 @pytest.mark.parametrize(
     ("accepted", "repeated", "words"),
-    [(0, "One two", "did not draft"), (9, "One three", "another text"), (9, "One two", "too short")],
+    [(0, "word " * 300, "did not draft"), (9, "other", "another text"), (9, "word " * 300, "too short")],
 )
 def test_unknown_ceiling_is_explained(page: Page, accepted: int, repeated: str, words: str) -> None:
     """A server without drafts, an answer that changes when it is generated again, and one that is over at once."""
-    bodies = answer_with(page, "One two")
+    bodies = answer_with(page, *["word "] * 300)
     send(page)
     page.unroute("**/v1/chat/completions")
     usage = {"completion_tokens": 9, "completion_tokens_details": {"accepted_prediction_tokens": accepted}}
@@ -384,7 +384,7 @@ def test_unknown_ceiling_is_explained(page: Page, accepted: int, repeated: str, 
     page.get_by_role("button", name="Measure the ceiling").click()
     expect(page.locator("#share")).to_contain_text(words)
     (first,), repeat = bodies, repeats[0]
-    assert repeat["prediction"] == {"type": "content", "content": "One two"}
+    assert repeat["prediction"] == {"type": "content", "content": "word " * 300}
     own = {"prediction", "speculative"}
     assert {name: repeat[name] for name in repeat.keys() - own} == {name: first[name] for name in first.keys() - own}
 
@@ -394,7 +394,7 @@ def test_drawn_answer_has_no_ceiling(page: Page) -> None:
     page.locator("#settings summary").click()
     page.get_by_label("Temperature").fill("0.7")
     page.get_by_label("Seed").fill("")
-    answer_with(page, "One two")
+    answer_with(page, *["word "] * 300)
     send(page)
     expect(page.get_by_role("button", name="Measure plain decoding")).to_be_visible()
     expect(page.get_by_role("button", name="Measure the ceiling")).to_be_hidden()
