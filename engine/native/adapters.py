@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -46,14 +46,14 @@ class NativeAdapters:
         """The names of the adapters."""
         return tuple(self._tables)
 
-    def rows_of(self, batch: PackedBatch) -> tuple[Int[np.ndarray, " T"], int] | None:
+    def rows_of(self, batch: PackedBatch) -> tuple[NDArray[np.int64], int] | None:
         """Return the address of each token's terms (0: none) and the largest rank; None if no segment has an adapter."""
-        used = {segment.adapter for segment in batch.segments} - {None}
+        used = {one.adapter for one in batch.segments if one.adapter is not None}
         if not used:
             return None
-        addresses = {name: ctypes.addressof(self._tables[name].layers) for name in used}
-        counts = [segment.num_tokens for segment in batch.segments]
-        rows_T = np.repeat(np.array([addresses.get(one.adapter, 0) for one in batch.segments], dtype=np.int64), counts)
+        addresses: dict[str | None, int] = {None: 0, **{name: ctypes.addressof(self._tables[name].layers) for name in used}}
+        of_segments = np.array([addresses[one.adapter] for one in batch.segments], dtype=np.int64)
+        rows_T = np.repeat(of_segments, [one.num_tokens for one in batch.segments])
         return rows_T, max(self._tables[name].most_rank for name in used)
 
 

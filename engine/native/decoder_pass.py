@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.packing import PackedBatch
@@ -73,7 +74,7 @@ class Runner:
         kept: Iterable[int] = (),
         slot_states: SlotStates | None = None,
         features: Features | None = None,
-        adapted: tuple[Int[np.ndarray, " T"], int] | None = None,
+        adapted: tuple[NDArray[np.int64], int] | None = None,
     ) -> Output:
         """Run one pass over the packed tokens; write their keys; return logits of the chosen tokens, and the `kept` states.
 

@@ -25,7 +25,8 @@ let running = null; // what stops the request, while there is one
 let latest = null; // the request whose answer is shown
 let isAwaiting = false; // whether the page waits for its server
 let conversation = stored();
-const speeds = { drafted: null, plain: null };
+const speeds = { drafted: null, plain: null, ceiling: null };
+const CHAINS = [4, 8, 16, 32]; // lengths of drafts of the answer's own text
 
 async function findModel() {
   try {
@@ -166,12 +167,13 @@ function showSpeed(side, speed) {
   if (speed === null) return;
   speeds[side] = speed;
   find("#speeds").hidden = false;
-  const most = Math.max(speeds.drafted ?? 0, speeds.plain ?? 0);
+  const most = Math.max(...Object.values(speeds));
   for (const [name, value] of Object.entries(speeds)) {
     const number = find(`#speed-${name}`);
     number.textContent = value === null ? "–" : `${rounded(value)} tokens/s`;
     number.nextElementSibling.firstElementChild.style.width = `${(100 * (value ?? 0)) / most}%`;
   }
+  find("#ceiling").hidden = speeds.ceiling === null;
   find("#ratio").textContent = speeds.drafted && speeds.plain ? `${(speeds.drafted / speeds.plain).toFixed(2)}×` : "";
 }
 
@@ -200,6 +202,7 @@ async function send() {
   const isChat = path.includes("chat");
   sides.plain.hidden = true;
   find("#hello")?.remove();
+  forgetCeiling();
   showTurns(isChat ? body.messages : []);
   if (isChat) fields.prompt.value = "";
   const own = (latest = { path, body });
@@ -218,6 +221,7 @@ async function send() {
 // Generates the answer once more, with its steps.
 function again() {
   const own = latest;
+  forgetCeiling();
   return run(async (signal) => {
     sides.plain.hidden = true;
     own.drafted = await generate("drafted", own.path, { ...own.body, speculative: speculation() }, signal);
@@ -232,10 +236,62 @@ async function comparePlain(signal) {
   const speed = Number.isFinite(ratio) ? `, ${ratio.toFixed(2)}× the speed` : "";
   const steps = [drafted, plain].map(({ answer }) => answer.place("steps").textContent);
   const isSame = drafted.text === plain.text;
-  const isFixed = body.seed !== undefined || body.temperature === 0;
-  const text = isSame ? "The same text, token for token" : isFixed ? "The texts differ" : "Two draws from the same distribution: set a seed to get one text";
+  const text = isSame ? "The same text, token for token" : isFixed(body) ? "The texts differ" : "Two draws from the same distribution: set a seed to get one text";
   verdict.textContent = `${text}: ${steps[0]} steps in place of ${steps[1]}${speed}.`;
   verdict.className = isSame ? "same" : "other";
+}
+
+// Shows which share of the ceiling the answer reached: its speed if every guess were right.
+async function measureCeiling(signal) {
+  find("#share").textContent = "Generating the answer again, with every guess right …";
+  try {
+    const found = await ceilingOf(latest, signal);
+    if (typeof found === "string") {
+      find("#share").textContent = found;
+      return;
+    }
+    showSpeed("ceiling", found);
+    const share = document.createElement("b");
+    share.textContent = `${Math.min(100, Math.round((100 * latest.drafted.pace.speed) / found))} % of the ceiling.`;
+    find("#share").replaceChildren(share, ` The ceiling is this answer generated again, with every guess right: ${rounded(found)} tokens/s.`);
+  } catch (error) {
+    forgetCeiling();
+    throw error;
+  }
+}
+
+// Returns tokens a second with the answer's own text as the draft, in longer chains as long as these are faster; or why they are
+// not known.
+async function ceilingOf({ path, body, drafted }, signal) {
+  const prediction = { type: "content", content: drafted.text };
+  let best = null;
+  for (const trunk of CHAINS) {
+    const speculative = { tree: "delayed", trunk, branches: 1, depth: 0, verifier: "coupled" };
+    const pace = new Pace();
+    let text = "";
+    let accepted = 0;
+    for await (const part of streamed(path, { ...body, prediction, speculative }, fields.key.value, signal)) {
+      text += part.text;
+      if (part.usage?.completion_tokens && !part.metrics) pace.add(part.usage.completion_tokens);
+      accepted = part.usage?.completion_tokens_details?.accepted_prediction_tokens ?? accepted;
+    }
+    if (text !== drafted.text) return "Generated again, the answer had another text, so its ceiling is not known.";
+    if (!accepted) return "The server did not draft from the answer, so its ceiling is not known.";
+    if (!(pace.speed > best)) break;
+    best = pace.speed;
+  }
+  return best && drafted.pace.speed ? best : "The answer is too short to measure its ceiling.";
+}
+
+function forgetCeiling() {
+  speeds.ceiling = null;
+  find("#ceiling").hidden = true;
+  find("#share").replaceChildren();
+}
+
+// Whether the same request generates the same text again.
+function isFixed(body) {
+  return body.seed !== undefined || body.temperature === 0;
 }
 
 function stored() {
@@ -277,6 +333,7 @@ function forget() {
   showTurns([]);
   latest = null;
   verdict.textContent = "";
+  forgetCeiling();
   for (const side of Object.values(sides)) {
     side.hidden = true;
     side.replaceChildren();
@@ -308,6 +365,7 @@ function settle() {
   const hasSteps = Boolean(sides.drafted.querySelector(".step"));
   find("#untraced").hidden = view === "text" || running !== null || !latest || hasSteps;
   find("#measure").hidden = running !== null || !latest?.drafted || !sides.plain.hidden;
+  find("#replay").hidden = running !== null || !latest?.drafted?.text || !isFixed(latest.body) || find("#share").hasChildNodes();
 }
 
 form.addEventListener("submit", async (event) => {
@@ -330,6 +388,7 @@ fields.prompt.addEventListener("keydown", (event) => {
 find("#forget").addEventListener("click", forget);
 find("#again").addEventListener("click", again);
 find("#measure").addEventListener("click", () => run(comparePlain));
+find("#replay").addEventListener("click", () => run(measureCeiling));
 fields.key.addEventListener("change", findModel);
 
 if (conversation.length) find("#hello").remove();

@@ -352,6 +352,61 @@ def test_plain_decoding_is_measured_on_demand(page: Page) -> None:
     expect(page.locator("#ratio")).to_have_text(re.compile(r"^\d+\.\d\d×$"))
 
 
+def test_ceiling_is_measured_on_demand(page: Page, axe: str) -> None:
+    """The share is of a repeat in which every guess is right. A new answer has its own ceiling."""
+    page.locator("#settings summary").click()
+    page.get_by_label("Max tokens").fill("96")
+    send(page, PROMPT)
+    expect(page.locator("#ceiling")).to_be_hidden()
+    page.get_by_role("button", name="Measure the ceiling").click()
+    expect(page.locator("#share")).to_contain_text(re.compile(r"^\d+ % of the ceiling"), timeout=PATIENCE_MS)
+    drafted, ceiling = (float(page.locator(f"#speed-{name}").inner_text().split()[0]) for name in ("drafted", "ceiling"))
+    shown = float(page.locator("#share").inner_text().split()[0])
+    assert shown == pytest.approx(min(100.0, 100 * drafted / ceiling), abs=1)
+    expect(page.get_by_role("button", name="Measure the ceiling")).to_be_hidden()
+    assert serious(page, axe) == []
+    send(page, "Another question")
+    expect(page.locator("#share")).to_be_empty()
+    expect(page.locator("#ceiling")).to_be_hidden()
+
+
+@pytest.mark.parametrize(
+    ("accepted", "repeated", "words"),
+    [(0, "word " * 300, "did not draft"), (9, "other", "another text"), (9, "word " * 300, "too short")],
+)
+def test_unknown_ceiling_is_explained(page: Page, accepted: int, repeated: str, words: str) -> None:
+    """A server without drafts, an answer that changes when it is generated again, and one that is over at once."""
+    bodies = answer_with(page, *["word "] * 300)
+    send(page)
+    page.unroute("**/v1/chat/completions")
+    usage = {"completion_tokens": 9, "completion_tokens_details": {"accepted_prediction_tokens": accepted}}
+    chunk = json.dumps({"choices": [{"delta": {"content": repeated}}], "usage": usage})
+    repeats: list[Any] = []
+
+    def fulfil(route: Route) -> None:
+        repeats.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body=f"data: {chunk}\n\ndata: [DONE]\n\n")
+
+    page.route("**/v1/chat/completions", fulfil)
+    page.get_by_role("button", name="Measure the ceiling").click()
+    expect(page.locator("#share")).to_contain_text(words)
+    (first,), repeat = bodies, repeats[0]
+    assert repeat["prediction"] == {"type": "content", "content": "word " * 300}
+    own = {"prediction", "speculative"}
+    assert {name: repeat[name] for name in repeat.keys() - own} == {name: first[name] for name in first.keys() - own}
+
+
+def test_drawn_answer_has_no_ceiling(page: Page) -> None:
+    """Without a seed the repeat would be another answer."""
+    page.locator("#settings summary").click()
+    page.get_by_label("Temperature").fill("0.7")
+    page.get_by_label("Seed").fill("")
+    answer_with(page, *["word "] * 300)
+    send(page)
+    expect(page.get_by_role("button", name="Measure plain decoding")).to_be_visible()
+    expect(page.get_by_role("button", name="Measure the ceiling")).to_be_hidden()
+
+
 def test_broken_connection_is_explained(page: Page) -> None:
     """A stream that ends early, a server that is away, and its return."""
     answer_with(page, "Half an", done=False)

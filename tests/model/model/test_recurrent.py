@@ -52,8 +52,14 @@ def test_ragged_scene_is_exact(family):
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "mamba2"])
 def test_projections_run_once_a_pass(family, monkeypatch):
     """Bug: each level of a tree read the weights of the first and last products again."""
-    counts, own = [], functional.linear
-    monkeypatch.setattr(functional, "linear", lambda *given: counts.append(1) or own(*given))
+    counts: list[int] = []
+    own = functional.linear
+
+    def counted(*given):
+        counts.append(1)
+        return own(*given)
+
+    monkeypatch.setattr(functional, "linear", counted)
     found = []
     for num_nodes in (1, 6):
         cache = KVCache(16, CPU)
