@@ -452,7 +452,7 @@ def test_free_growth_is_detected(monkeypatch):
 
 def check_probe_levels() -> None:
     """One of eight that is probed alone would pay a whole pass for each level."""
-    ran = run(adaptive(DEAR), DEAR, texts_of(0.0, 8), 400)
+    ran = run(adaptive(DEAR), DEAR, texts_of(0.0, 8), 600)
     rate = fixed_rate(DEAR, texts_of(0.0, 8), PLAIN)
     levels = [
         growth_costs.level for reason, growth_costs in zip(ran.reasons, ran.growth_costs, strict=True) if reason == Reason.PROBE

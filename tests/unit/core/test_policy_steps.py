@@ -1,13 +1,15 @@
 """A batch that decodes plainly runs without the policy between the policy's own steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
+import torch
+from torch import Tensor
 
 from engine.choice_cache import CachedChoice
 from engine.core.policy import BatchViews, ExpansionChoice, Reason, StepFeedback
-from engine.core.step_observer import MOST_UNOBSERVED, PolicySteps
+from engine.core.step_observer import MOST_UNOBSERVED, Ending, PolicySteps
 from engine.core.tree import PLAIN, Expansion
 
 TREE = Expansion(2, 1, 0)
@@ -15,9 +17,12 @@ TREE = Expansion(2, 1, 0)
 
 @dataclass
 class Step:
-    """A committed step; a request's own tree may have been drafted in it."""
+    """A committed step without tensors."""
 
     feedback: StepFeedback
+    endings: dict[str, Ending] = field(default_factory=dict)
+    logits_NV: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    draft_probs_RV: Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
 
 class Counts:
