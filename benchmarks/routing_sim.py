@@ -31,7 +31,7 @@ _CACHED_TOKENS = 32_768  # of prefixes in a replica
 _RECENT_TOKENS = 16_384  # of a user's answers in a replica
 _PROMPT_SPEED = 10.0  # prompt tokens fed in the time of a plain token
 _USERS_PER_REPLICA = 16
-_LOAD = 0.7
+_LOAD = 0.7  # of replicas that all have the first drafter
 
 
 @dataclass(frozen=True, slots=True)
