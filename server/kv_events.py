@@ -106,4 +106,4 @@ def _open(socket: "zmq.Socket[bytes]", setting: str, endpoint: str) -> None:
     try:
         socket.bind(endpoint) if is_bound else socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise Refusal(f"{setting}: {endpoint} cannot be used: {zmq.strerror(error.errno)}") from error
+        raise Refusal(f"{setting}: {endpoint} cannot be used: {zmq.strerror(error.errno or 0)}") from error

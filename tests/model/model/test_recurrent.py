@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -174,7 +175,7 @@ def drafter(*texts: Sequence[int]) -> TableDrafter:
     return TableDrafter(logits_VV)
 
 
-def engine_of(family: str, *texts: Sequence[int], **limits: int) -> Engine:
+def engine_of(family: str, *texts: Sequence[int], **limits: Any) -> Engine:
     config = SchedulerConfig(**{"num_slots": 512, "max_model_len": 64, **limits})
     return tiny_engine(model(family), drafter(*texts), FixedExpansion(BUSHY), config=config)
 

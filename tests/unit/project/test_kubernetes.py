@@ -10,7 +10,7 @@ import yaml
 
 from server.app import create_app
 from server.http.auth import OPEN_PATHS
-from server.settings import Settings, load_settings
+from server.settings import Settings, SettingsError, load_settings
 from tests.dashboards import exported_metrics
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import byte_level
@@ -151,6 +151,15 @@ def test_pods_have_no_more_rights_than_containers():
     assert {volume["name"] for volume in spec["volumes"]} == {*mounts.values()}
     claims = [one["persistentVolumeClaim"]["claimName"] for one in spec["volumes"] if "persistentVolumeClaim" in one]
     assert claims == [manifests()["PersistentVolumeClaim"]["metadata"]["name"]]
+
+
+def test_service_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch):
+    """The bug: for a Service of this name Kubernetes sets LATEBRANCH_PORT to tcp://..., and no pod would start."""
+    name = manifests()["Service"]["metadata"]["name"].upper()
+    monkeypatch.setenv(f"{name}_PORT", "tcp://10.0.0.1:8000")
+    with pytest.raises(SettingsError):
+        load_settings()
+    assert pod()["spec"]["enableServiceLinks"] is False
 
 
 def test_image_is_of_this_version():
