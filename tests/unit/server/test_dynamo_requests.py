@@ -17,7 +17,7 @@ MODEL = ModelInfo("tiny", 100, 64, 640, (2,), "float32", "cpu", "ngram", "traver
 ID = "8a2e1b7c-5a1e-4f8e-9a53-0f6b5e9f0c11"
 
 
-def body(ids: tuple[int, ...] = (10, 20, 30), **sections: Mapping[str, Any]) -> dict[str, Any]:
+def body(ids: tuple[int, ...] = (10, 20, 30), **sections: Any) -> dict[str, Any]:
     stop = {"max_tokens": 12, "stop": None, "stop_token_ids": None, "stop_token_ids_visible": None, "stop_token_ids_hidden": [2]}
     options = [
         "n",
