@@ -99,7 +99,7 @@ def test_missing_fields_are_the_models_defaults() -> None:
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused(section: str, name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} is not supported"):
-        accepted(body(**{section: {name: value}}))
+        accepted({**body(), section: {name: value}})
 
 
 @pytest.mark.parametrize("name", ["prompt_embeds", "multi_modal_data", "prefill_result", "bootstrap_info", "invented"])
