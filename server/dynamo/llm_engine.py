@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -78,6 +78,7 @@ class DynamoEngine(LLMEngine):
         await self._is_loaded.wait()
         if self._runtime.fatal is not None:
             raise Unknown(self._runtime.fatal)
+        self._token_text = self._runtime.codec.token_text  # also while the worker drains, when the runtime has no codec
         settings, model = self._runtime.settings, self._runtime.engine.model
         card = LlmRegistration(
             context_length=longest_text(model),
@@ -88,7 +89,7 @@ class DynamoEngine(LLMEngine):
         )
         return EngineConfig(model=self._folder, served_model_name=settings.served_name, llm=card)
 
-    async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+    async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the tokens of each step. The last chunk has the finish reason. The frontend counts usage."""
         if (request.get("stop_conditions") or {}).get("max_tokens") == 0:  # sent again when all tokens were generated
             yield {"token_ids": [], "index": 0, "finish_reason": "length"}
@@ -113,7 +114,7 @@ class DynamoEngine(LLMEngine):
             await self._runtime.grammars.require(accepted.sampling.grammar, "guided_decoding", "")
         return accepted
 
-    async def _chunks(self, accepted: Request, context: Any) -> AsyncIterator[dict[str, Any]]:
+    async def _chunks(self, accepted: Request, context: Any) -> AsyncGenerator[dict[str, Any], None]:
         runtime, request_id = self._runtime, accepted.request_id
         meter = runtime.metrics.requests.meter(1, accepted.sampling.max_tokens)
         sample = meter.sample(len(accepted.prompt_ids))
@@ -150,9 +151,8 @@ class DynamoEngine(LLMEngine):
     def _logprobs(self, event: TokenEvent, num_top: int | None) -> dict[str, Any]:
         if num_top is None or not event.logprobs:
             return {}
-        text = self._runtime.codec.token_text
         rows = [
-            (entry_of(text, token_id, found, num_top, 0), found)
+            (entry_of(self._token_text, token_id, found, num_top, 0), found)
             for token_id, found in zip(event.token_ids, event.logprobs, strict=True)
         ]
         return {

@@ -10,7 +10,7 @@ of generated tokens.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,11 +105,11 @@ def _refuse_unknown(section: str, fields: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"{name} is not supported by this worker of Dynamo", name)
 
 
-def _limits(annotations: list[str]) -> list[str]:
+def _limits(annotations: Sequence[str]) -> list[str]:
     return [text.removeprefix(SENT_LIMIT) for text in annotations if text.startswith(SENT_LIMIT)]
 
 
-def _num_sent(annotations: list[str], limit: int | None, num_ids: int) -> int:
+def _num_sent(annotations: Sequence[str], limit: int | None, num_ids: int) -> int:
     """Return how many ids at the end of the prompt were generated; 0 without the annotation."""
     if not (limits := _limits(annotations)):
         return 0

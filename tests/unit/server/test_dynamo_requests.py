@@ -17,7 +17,7 @@ MODEL = ModelInfo("tiny", 100, 64, 640, (2,), "float32", "cpu", "ngram", "traver
 ID = "8a2e1b7c-5a1e-4f8e-9a53-0f6b5e9f0c11"
 
 
-def body(ids: tuple[int, ...] = (10, 20, 30), **sections: Mapping[str, Any]) -> dict[str, Any]:
+def body(ids: tuple[int, ...] = (10, 20, 30), **sections: Any) -> dict[str, Any]:
     stop = {"max_tokens": 12, "stop": None, "stop_token_ids": None, "stop_token_ids_visible": None, "stop_token_ids_hidden": [2]}
     options = [
         "n",
@@ -99,7 +99,7 @@ def test_missing_fields_are_the_models_defaults() -> None:
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused(section: str, name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} is not supported"):
-        accepted(body(**{section: {name: value}}))
+        accepted({**body(), section: {name: value}})
 
 
 @pytest.mark.parametrize("name", ["prompt_embeds", "multi_modal_data", "prefill_result", "bootstrap_info", "invented"])
