@@ -1,11 +1,13 @@
-"""`latebranch audit --url`: tests an OpenAI-compatible server from outside, by its answers to /v1/completions alone.
+"""`latebranch audit --url`: tests an OpenAI-compatible server from outside, by its answers alone.
 
     client      HTTP: bodies in, completions out
     dialect     what the server accepts, and its defaults, orders and field names
     sources     the expected distributions: of a model's weights, or the server's own log-probabilities
-    draws       statistical tests of sampled tokens
+    draws       tests of sampled tokens, and of greedy ones
     exact       checks of texts that leave no choice: greedy, streamed, stopped, repeated
-    audit       the plan within the bound of requests, and the report's records
+    audit       the plan within the bound of requests
+    results     the records of the report, and its verdict
+    text        the report as text and JSON
 
 The statistics are those of engine.audit.
 """

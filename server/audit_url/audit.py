@@ -85,8 +85,8 @@ class ServerAudit:
             exact = ExactChecks(client, self._offer, source, tolerance, prompts, options.max_tokens, next(self._seeds))
             for setting, check, function in exact.named():
                 self._attempt(setting, check, function)
-        for drawn in progress_bar(self._drawn, what="tests", total=len(self._drawn), unit="setting", leave=False):
-            self._results += self._tested(*drawn, tolerance)
+        for sampling, name, draws in progress_bar(self._drawn, what="tests", total=len(self._drawn), unit="setting", leave=False):
+            self._results += self._tested(sampling, name, draws, tolerance)
         self._results += self._numbers(tolerance)
         server = (client.url, client.model, client.owner, source.about, _ORDERS[self._offer.dialect.meaning.cuts_first])
         numbers = (options.alpha, options.first_seed, tolerance, client.num_requests, time.monotonic() - started_s)

@@ -206,7 +206,7 @@ def _sample(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> AnswerText:
     ids = choice.get("token_ids")
     if ids and (not names or len(ids) == len(names)):
         names, has_ids = list(ids), True
-    own, tops = (values if len(values) == len(names) else [] for values in (own, tops))
+    own, tops = own if len(own) == len(names) else [], tops if len(tops) == len(names) else []
     return AnswerText(_text(choice), choice.get("finish_reason"), tuple(names), tuple(own), tuple(tops), has_ids, usage)
 
 

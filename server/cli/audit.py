@@ -31,8 +31,10 @@ class AuditFailed(Exception):
 
 
 # Options that only one of the two audits reads: of this engine, or by --url.
-_OF_ENGINE = ("config", "num_prompts", "temperatures", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
-_OF_ENGINE += ("repetition_penalty", "verifiers", "expansions", "samples", "max_tokens", "seeds")
+_OF_ENGINE = (
+    *("config", "num_prompts", "temperatures", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "verifiers", "expansions", "samples", "max_tokens", "seeds"),
+)
 _BY_URL = ("weights", "weights_dtype", "chat", "api_key", "requests", "concurrency", "timeout", "tie_gap", "skip", "wait")
 
 

@@ -231,7 +231,7 @@ def test_every_option_is_of_a_known_audit(capsys):
 def test_named_model_is_audited(monkeypatch, tmp_path):
     """The bug: `--model` without `--url` audited the configured model."""
     models: list[str] = []
-    monkeypatch.setattr("server.cli.audit_run.audit", lambda settings, texts, parsed: models.append(settings.model) or 0)
+    monkeypatch.setattr("server.cli.audit_run.audit", lambda settings, texts, parsed: models.append(settings.model))
     (tmp_path / "s.yaml").write_text("model: one\n")
     for model in ([], ["--model", "two"]):
         server.cli.main.main(["audit", "--config", str(tmp_path / "s.yaml"), *model])
