@@ -182,7 +182,8 @@ def sentence_faults() -> Iterator[str]:
 def size_faults() -> Iterator[str]:
     """Yield folders with too many files, and documents that are too long together."""
     counts = Counter(path.parent.relative_to(ROOT) for path in tracked())
-    yield from (f"{folder} has {count} source files" for folder, count in counts.items() if count > MOST_FILES)
+    many = (folder for folder, count in counts.items() if count > MOST_FILES and folder.name != "findings")  # one file each
+    yield from (f"{folder} has {counts[folder]} source files" for folder in many)
     words = sum(len(path.read_text().split()) for path in documents())
     if words > MOST_DOC_WORDS:
         yield f"README and docs have {words} words"
