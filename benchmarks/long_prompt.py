@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_prompt", description="decoding beside a long prompt")
     parser.add_argument("--config", type=Path, required=True, help="YAML file of settings")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings that replace the file's")
-    parser.add_argument("--paces", nargs="+", type=float, default=[0.0, 0.6])
+    parser.add_argument("--paces", nargs="+", type=float, default=[0.0, 0.65])
     parser.add_argument("--streams", type=int, default=4, help="requests that decode")
     parser.add_argument("--tokens", type=int, default=7600, help="of the long prompt")
     parser.add_argument("--rounds", type=int, default=3)

@@ -2,11 +2,11 @@
 
     python -m benchmarks.precision --models smollm2-135m qwen2.5-coder-1.5b
 
-prints two tables and, last, one line of JSON. The first: mean KL divergence from float32's distribution (nats), mean total
-variation, how often the arg max agrees, and of how many rows the logits change with the passes they are computed in (one token
-at a time, or all at once; none where our library runs the model). Rows of a GPU are computed here, by torch operations that
-round as its passes do. The second: how many times faster than bfloat16 a pass over so many tokens is, precisions in turn: the
-median over the repeats of the ratio within one, and its quartiles.
+prints two tables and, last, one line of JSON. The first has the mean KL divergence from float32's distribution (nats), the mean
+total variation, and how often the arg max agrees. It counts the rows whose logits differ between passes of one token and one
+pass of all; there are none where our library runs the model. Rows of a GPU are computed here, by torch operations that round as
+its passes do. The second table has how many times faster than bfloat16 a pass over so many tokens is, precisions in turn. It
+shows the median over the repeats of the ratio within one, and its quartiles.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python -m benchmarks.recurrent --families qwen3_next lfm2 mamba2 --width 512 --layers 8 --rounds 3
 
 Chains of the recorded answer are all accepted: they show the most that speculation can gain. The policy chooses its own trees,
-once with the recorded answer as the request's prediction and once with a wrong one, where it must find out that plain decoding is
-faster. Prints times as fast as plain decoding, the median over rounds, and the share of later steps with a draft; the last line
+once with the recorded answer as the request's prediction and once with a wrong one. With the wrong one plain decoding is faster.
+Prints times as fast as plain decoding, the median over rounds, and the share of later steps with a draft; the last line
 is JSON.
 """
 

@@ -1,8 +1,8 @@
 """Publishes the changes of the prefix cache over ZeroMQ, in vLLM's form, for routers that know what each replica has cached.
 
 A message has three frames: the topic, its number (8 bytes, big-endian) and a batch of events in msgpack. ZeroMQ discards
-messages of a subscriber that is too far behind, which sees a gap in the numbers. Sent to the replay socket, the number of the
-first message that it misses brings the kept messages from there on, and an end mark.
+messages of a subscriber that is too far behind, which sees a gap in the numbers. It sends the number of the first missing
+message to the replay socket. The answer is the kept messages from there on, and an end mark.
 """
 
 import logging

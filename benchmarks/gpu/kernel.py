@@ -110,9 +110,9 @@ def time_layers(figures: Figures, layer: Layer, device: torch.device, sizes: Seq
 def time_pages(
     layer: Layer, dtype: torch.dtype, device: torch.device, sizes: tuple[int, int, int], turns: int
 ) -> dict[str, Times]:
-    """Return what slots in no order cost for (rows, nodes, context): beside them 16 in order, all in order, and no table.
+    """Return the times of slots in no order for (rows, nodes, context), of pages of 16 slots, of slots in order, and of no table.
 
-    Without a table torch attends to all keys, so that this is a bound. Pages of 16 tokens could gain what the second shows.
+    Without a table torch attends to all keys, which is a bound.
     """
     attend = kernel() if device.type == "cuda" else reference
     contenders: dict[str, Callable[[], object]] = {}

@@ -1,4 +1,4 @@
-"""All that a GPU is to show, in the order of its use, in one command that ends in time and goes on where it was cut off.
+"""All that a GPU is to show, in the order of its use, in one command that ends in time and can be continued.
 
     python -m benchmarks.gpu session --minutes 12 --out session
 

@@ -440,7 +440,7 @@ def _choosing(session: Session, model: CausalModel, num_rows: int) -> dict[str, 
 
 
 def _pages(session: Session) -> None:
-    """Write what slots of one token cost: pages of 16 tokens are to be built if they gain more than a tenth."""
+    """Write what slots of one token cost beside pages of 16 tokens, slots in order, and torch's attention."""
     layer, dtype = (TINY_LAYERS[0], torch.float32) if session.is_tiny else (Layer(8, 4, 128), torch.bfloat16)
     context = session.contexts[-1]
     for num_rows, num_nodes in ((1, 1), (1, 16), (8, 1)):

@@ -1,7 +1,7 @@
 """Changes of the prefix cache, in the form in which vLLM publishes them (its KV events).
 
-A block has a 64-bit hash of its tokens, of all tokens before them, and of what else separates prefixes: the LoRA adapter and
-the cache salt. So the same block has the same hash in every engine.
+A block has a 64-bit hash of its tokens and of all tokens before them. The hash includes what else separates prefixes: the LoRA
+adapter and the cache salt. So the same block has the same hash in every engine.
 """
 
 import msgspec

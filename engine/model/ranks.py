@@ -188,7 +188,7 @@ def _messages() -> Iterator[Any]:
 
 
 def follow() -> None:
-    """Be another rank than 0: load its part, then run the passes of rank 0."""
+    """Run another rank than 0: load its part, then run the passes that rank 0 sends."""
     name_process("latebranch-rank")
     if sys.platform == "linux":  # the end of the pipe would not end a stopped process
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,8 +1,10 @@
 """Recurrent layers of transformers' models over packed trees: each token continues from the state of its parent on its path.
 
-The layer's own code computes a chain of certain tokens in one call, and the nodes of trees level by level, one token each, as it
-does in `generate`. Its first and last linear layers read each token alone. They run once for all tokens of a pass, so that their
-weights are not read again for each level. Shape key: T packed tokens, D width, B sequences or nodes of a step, N tokens of each.
+The layer's own code computes a chain of certain tokens in one call. It computes the nodes of trees level by level, one token
+each, as in `generate`. Its first and last linear layers read each token alone. They run once for all tokens of a pass, so that
+their weights are not read again for each level.
+
+Shape key: T packed tokens, D width, B sequences or nodes of a step, N tokens of each.
 """
 
 from collections.abc import Callable, Iterator, Sequence

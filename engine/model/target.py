@@ -66,7 +66,7 @@ class Target:
         return isinstance(self._passes, RecordedPasses) and self._passes.chooses
 
     def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int) -> Sequence[RowArgMax] | Sequence[NodeChoice] | None:
-        """Return what the latest pass knows of the first `count` rows of its own logits: arg maxes, or choices; else None."""
+        """Return the arg maxes or choices of the first `count` rows if the latest pass made them from these logits, else None."""
         if isinstance(self._passes, RecordedPasses) and self._passes.chooses:
             return self._passes.choices(logits_NV, count)
         return self.model.likeliest(logits_NV, count)

@@ -1,6 +1,6 @@
 """The token after each node, chosen on a GPU with a single transfer to the host: the likeliest, and the coupled rule's.
 
-A recorded pass chooses itself, from columns of its table.
+A recorded pass makes the choice itself, from columns of its table.
 
 Shape key: N nodes, V vocabulary, P parts of a vocabulary.
 """
@@ -81,7 +81,7 @@ def choices(logits_NV: Float[Tensor, "N V"], temperatures: Sequence[float], keys
 
 
 def chosen_of_table(logits_NV: Float[Tensor, "N V"], batch: PagedBatch) -> Float[Tensor, "N 3"]:
-    """Return the choices of a table's output tokens, whose last columns are NodeDraws.columns. The host is not waited for."""
+    """Return the choices of a table's output tokens, whose last columns are NodeDraws.columns. Does not wait for the host."""
     inverse_N, keys_N = batch.wide_outputs(len(batch.columns.outputs) - NUM_COLUMNS)
     return chosen(logits_NV.contiguous(), inverse_N.view(torch.float64), keys_N)
 

@@ -11,7 +11,7 @@ from engine.core.types import StepStats
 class PromptPacing(StepObserver):
     """Measures how long unfinished prompts must pause after a step that fed a part of one beside decoding rows.
 
-    After `s` seconds of such a step, `s pace / (1 - pace)` seconds of steps without it bring the decoding rows to `pace` of their
+    Such a step of `s` seconds requires a pause of `s pace / (1 - pace)` seconds. Then the decoding rows have `pace` of their
     tokens a second. A pace of 0 pauses nothing.
     """
 

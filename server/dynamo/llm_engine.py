@@ -1,7 +1,7 @@
 """Dynamo's LLMEngine over our engine process. Importing this module imports Dynamo, which the extra `dynamo` installs.
 
-Dynamo's frontend sends a request to another worker after CannotConnect and StreamIncomplete, up to its migration limit. The text
-of InvalidArgument is the only one that reaches the client.
+Dynamo's frontend sends a request to another worker after CannotConnect and StreamIncomplete, up to its migration limit. Only
+the text of InvalidArgument reaches the client.
 """
 
 import asyncio

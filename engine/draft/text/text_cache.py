@@ -192,9 +192,9 @@ class TextCache:
         """Learn the newly committed tokens of these requests, and index a bounded number of pending tokens.
 
         Return whether a long chain may start after the new tokens of a request that leaves the choice of a tree to the policy.
-        For queried requests with new tokens the next matches are found here, because they will be queried again. A request that
-        is not queried is learned, and counts as queried, if it may be copying. A new request without new tokens counts without
-        a look.
+        For queried requests with new tokens the next matches are found here, because they will be queried again. If a request
+        that is not queried may be copying, its tokens are learned and it counts as queried. For a queried request without new
+        tokens a long chain may always start.
         """
         may_start_chain, grown, num_left = False, [], MAX_INDEXED_PER_STEP
         for request_id in running if self._tracked else ():

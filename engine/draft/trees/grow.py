@@ -212,7 +212,7 @@ class _OffersByLevel:
 
 
 def _level_nodes(root: FrontierNode, num_levels: int) -> Iterator[FrontierNode]:
-    """Yield a node for each level after a root, with as many draws as any node there has, along a chain in place of all paths."""
+    """Yield a node for each level after a root, with the most draws that the level needs. A chain replaces all paths."""
     chain, expansion = GrowingTree(root.tree.row, root.tree.sharpness), root.tree.row.expansion
     num_draws = max(expansion.branches, NUM_SCORES if expansion.tree == "noise_aware" else 0)
     for depth in range(num_levels):

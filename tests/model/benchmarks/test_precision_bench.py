@@ -15,7 +15,7 @@ PROMPTS = Path("configs/bench_prompts.yaml")
 
 @needs_library
 def test_formats_of_a_gpu_have_rows(tmp_path):
-    """A processor refuses fp8, so its distance was known by hand alone."""
+    """A processor refuses fp8, so that its rounding must be emulated."""
     found = {one.precision: one for one in precision.differences(str(model_folder(tmp_path)), PROMPTS, 1, 4)}
     assert [*found] == ["float32", "bfloat16", "int8", "compact", "GPU bfloat16", "GPU fp8"]
     assert found["float32"].divergence == 0.0

@@ -204,7 +204,7 @@ def test_checkpoints_grow_by_levels(name, tmp_path):
 
 @pytest.mark.parametrize("tree", ["3.1.0", "noise_aware.8.4.5"])
 def test_growth_by_levels_reads_once(tree, tmp_path, monkeypatch):
-    """A wait for each kind of ranking, whatever the depth; in rounds there was one for each level."""
+    """A wait for each kind of ranking, whatever the depth; in rounds there is one for each level."""
     monkeypatch.setattr(noise, "can_choose", lambda _: False)
     monkeypatch.setattr("engine.draft.trees.sampling._possible_tokens", lambda probs_PM: torch.arange(probs_PM.shape[-1]))
     by_level, by_round = (reads_of_growth(tmp_path / way.__name__, way, tree) for way in (LevelGrower, RoundGrower))

@@ -34,7 +34,7 @@ def test_first_outputs_are_the_layers(precision, count):
 
 @pytest.mark.parametrize("kind", ["plain", "packed", "fp8", pytest.param("native", marks=needs_library)])
 def test_peaks_are_of_the_models_kind(kind, monkeypatch):
-    """A peak of float32 products is none of eight bits', which a step could exceed."""
+    """A step of eight bits could exceed the peak of float32 products."""
     layers: list[Any] = []
     monkeypatch.setitem(peaks._READ_BYTES, "cpu", 8 << 20)
     most = peaks._most

@@ -24,7 +24,7 @@ def test_flags_of_http_are_unknown(flags: list[str], capsys: pytest.CaptureFixtu
 def test_other_settings_are_refused_by_name(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A key in the environment was dropped: the API looked closed and was open."""
+    """A key in the environment must not be dropped: the API would look closed and be open."""
     monkeypatch.setenv(f"LATEBRANCH_{name.upper()}", value)
     assert main(["dynamo-worker"]) == 2
     assert f"latebranch dynamo-worker: {name}: not of a worker" in capsys.readouterr().err

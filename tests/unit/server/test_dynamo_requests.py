@@ -63,7 +63,7 @@ def sent_again(sent: dict[str, Any], generated: tuple[int, ...]) -> dict[str, An
 
 @pytest.mark.parametrize("written", [0.7, 0.1, 1.0, 0.95, 1e-3, 1.7, 0.0])
 def test_decimals_are_restored_from_32_bits(written: float) -> None:
-    """Dynamo sends .7 as .699999988: the seeded text was another than over our own HTTP."""
+    """Dynamo sends .7 as .699999988: unchanged, a seeded text would differ from that over our own HTTP."""
     import numpy as np
 
     rounded = float(np.float32(written))
