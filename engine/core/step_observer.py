@@ -81,6 +81,7 @@ class PolicySteps(StepObserver):
         self._choice = ExpansionChoice(())
         self._composition: Hashable = None
         self._num_left = self._num_passed = 0  # steps without the policy, until and since its last step
+        self._plain: StepFeedback | None = None  # of that step, until the policy chooses again
 
     def reused(self, views: BatchViews) -> ExpansionChoice | None:
         """Return the last choice if all sequences decode plainly without the policy, else None: the policy must choose."""
@@ -93,16 +94,22 @@ class PolicySteps(StepObserver):
     def choose(self, views: BatchViews) -> ExpansionChoice:
         """Return the policy's choice."""
         views.num_steps = 1 + self._num_passed
+        if self._plain is not None:
+            self._plain.num_steps = views.num_steps
+            self._policy.observe(self._plain)
+            self._plain = None
         self._num_left = self._num_passed = 0
         self._choice, self._composition = self._policy.choose(views), views.composition
         return self._choice
 
     def after_commit(self, step: CommittedStep) -> None:
-        """Give the policy the feedback of its own step, for the later ones too."""
+        """Give the policy the feedback of its own step: of plain decoding before its next one, for all steps until then."""
         if self._num_passed:
             return
         feedback, choice = step.feedback, self._choice
         if choice.reason is Reason.PLAIN_IS_BEST and self._composition is not None and not feedback.has_drafted:
             self._num_left = min(choice.num_steps, MOST_UNOBSERVED) - 1
-        feedback.num_steps = 1 + self._num_left
-        self._policy.observe(feedback)
+        if self._num_left:
+            self._plain = feedback
+        else:
+            self._policy.observe(feedback)

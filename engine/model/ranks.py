@@ -144,7 +144,7 @@ def load_sharded(folder: Path, dtype: str, device: torch.device, num_ranks: int,
 
 
 def _die_with(rank: int, process: "subprocess.Popen[bytes]") -> None:
-    """Wait until a rank ends; if it has failed, end this process as it ended."""
+    """Wait until a rank ends. If it has failed, end this process as it ended."""
     status = process.wait()
     if status != 0:
         _logger.error("rank %d ended with status %d, so that this process ends", rank, status)

@@ -17,7 +17,7 @@ from engine.attention.packing import PackedBatch
 from engine.native import library
 from engine.weights.lora import Adapter, LowRank
 
-_LANES, _RANKS = 16, 4  # multiples of inputs and outputs, and of ranks
+_LANES, _RANKS, _OUTPUTS = 16, 4, 64  # multiples of inputs, of ranks, and of outputs, which are computed in such blocks
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj")
 _PARTS = {"q": "query", "k": "key", "v": "value", "o": "output"}  # others have the library's name
 
@@ -77,8 +77,8 @@ def _place(name: str) -> tuple[int, str]:
 
 
 def _packed(low: LowRank) -> tuple[Tensor, Tensor]:
-    """Return a [R, I] and b [O / 16, R, 16], padded with zeros."""
+    """Return a [R, I] and b [O / 16, R, 16], padded with zeros to whole blocks of outputs."""
     (num_ranks, num_inputs), num_outputs = low.a_RI.shape, len(low.b_OR)
     a_RI = functional.pad(low.a_RI, (0, -num_inputs % _LANES, 0, -num_ranks % _RANKS)).contiguous()
-    b_OR = functional.pad(low.b_OR, (0, -num_ranks % _RANKS, 0, -num_outputs % _LANES))
+    b_OR = functional.pad(low.b_OR, (0, -num_ranks % _RANKS, 0, -num_outputs % _OUTPUTS))
     return a_RI, b_OR.view(-1, _LANES, len(a_RI)).transpose(1, 2).contiguous()

@@ -26,12 +26,12 @@ class PromptPacing(StepObserver):
         return self._pause_s > 0
 
     def before_step(self, plan: StepPlan) -> None:
-        """Note whether the step feeds a part of a prompt beside decoding rows."""
-        self._has_part = 0 < len(plan.decoding) < len(plan.rows)
+        """Note whether the step feeds a part of a prompt beside decoding rows. A pause is never extended, so it ends."""
+        self._has_part = not self.is_paused and 0 < len(plan.decoding) < len(plan.rows)
 
     def after_step(self, stats: StepStats, _: Sequence[TracedRow]) -> None:
         """Add the pause that the step requires, or subtract the step from it."""
         if self._has_part:
-            self._pause_s += stats.step_s * self._pause_per_s
+            self._pause_s = stats.step_s * self._pause_per_s
         else:
             self._pause_s = max(0.0, self._pause_s - stats.step_s) if stats.num_decoding_rows else 0.0

@@ -190,26 +190,24 @@ class Scheduler:
         """
         if self._decoding_batch is not None:
             return self._decoding_batch
-        stepping = list(self._unblocked())
-        if self.pacing.is_paused:
-            stepping = self._without_long_prompts(stepping)
+        stepping = list(self._unblocked(self._without_long_prompts() if self.pacing.is_paused else self._running))
         if len(stepping) == len(self._running) and all(sequence.num_uncached == 1 for sequence in stepping):
             self._decoding_batch = stepping
         return stepping
 
-    def _without_long_prompts(self, stepping: list[Sequence]) -> list[Sequence]:
-        """Return the sequences without prompts longer than a step. Return all if none decodes or one might be preempted."""
-        short = [sequence for sequence in stepping if sequence.num_uncached <= self._config.max_step_tokens]
+    def _without_long_prompts(self) -> list[Sequence]:
+        """Return the running sequences, without prompts longer than a step if one decodes and none might be preempted."""
+        short = [sequence for sequence in self._running if sequence.num_uncached <= self._config.max_step_tokens]
         is_decoding = any(sequence.num_uncached == 1 for sequence in short)
-        return short if is_decoding and sum(sequence.num_uncached for sequence in short) <= self.num_free else stepping
+        return short if is_decoding and sum(sequence.num_uncached for sequence in short) <= self.num_free else self._running
 
-    def _unblocked(self) -> Iterator[Sequence]:
-        """Yield the running sequences, except sequences whose next block is being computed for an older sequence.
+    def _unblocked(self, running: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Yield the sequences, except sequences whose next block is being computed for an older sequence.
 
         Simultaneous requests with the same prompt thus compute it once.
         """
         in_progress: set[BlockKey] = set()
-        for sequence in self._running:
+        for sequence in running:
             key = self._prefix_cache.lookup_key(sequence)
             if key is None or key not in in_progress or sequence.has_own_slots:
                 yield sequence

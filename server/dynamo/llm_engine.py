@@ -131,7 +131,8 @@ class DynamoEngine(LLMEngine):
                 if (chunk := self._chunk(event, sample, accepted.sampling.num_logprobs)) is not None:
                     yield chunk
         finally:
-            self._request_ids.pop(context.id(), None)
+            if self._request_ids.get(context.id()) == request_id:  # not a later stream of a request that came back
+                del self._request_ids[context.id()]
             runtime.engine.abort(request_id)
             meter.close(FinishReason.ABORT)
 

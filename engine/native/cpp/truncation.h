@@ -38,6 +38,8 @@ inline float least_kept(const float* shares, int64_t count, double all, const Tr
   thread_local std::vector<float> best;
   for (const float floor : {0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-25f, 0x1p-32f, 0x1p-50f, 0.0f}) {
     shares_above(shares, count, floor, best);
+    if (best.empty())  // the shares are not finite
+      continue;
     size_t allowed = best.size();
     double mass = all;
     if (has_top_k) {

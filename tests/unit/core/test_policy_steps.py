@@ -60,7 +60,7 @@ def test_plain_steps_run_without_the_policy():
     counts = Counts(PLAINLY)
     assert ran(PolicySteps(CachedChoice(counts)), [7] * 20) == [True, *[False] * 7] * 2 + [True, *[False] * 3]
     assert counts.num_choices == 1
-    assert counts.num_observed == [8, 8, 4], "the account of probes gets every step"
+    assert counts.num_observed == [8, 8], "the account of probes gets every step, the last four later"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,13 @@ def test_new_batches_use_the_policy():
     ran(steps, [7] * 18)
     assert [sum(ran(steps, [8])) for _ in range(3)] == [1, 0, 1]
     assert counts.num_choices == 2
+
+
+def test_only_steps_that_ran_are_observed():
+    """The bug: a batch that changed in every second step was credited with eight steps for each choice."""
+    counts = Counts(PLAINLY)
+    ran(PolicySteps(counts), [number // 2 for number in range(40)])
+    assert counts.num_observed == [2] * 19
 
 
 def test_reuse_without_bound_is_detected(monkeypatch):

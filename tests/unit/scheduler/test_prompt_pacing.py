@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from engine.core.config import SchedulerConfig
 from engine.core.step_plan import Feeding
 from engine.core.tree import PLAIN
+from engine.core.types import Request, SamplingParams
 from engine.scheduler.prompt_pacing import PromptPacing
 from engine.scheduler.scheduler import RowResult, Scheduler
+from engine.scheduler.sequence import Sequence
 from tests.unit.scheduler.scheduler_machine import random_tree, step_stats
 from tests.unit.scheduler.test_starvation import sequence_of
 
@@ -29,7 +31,8 @@ class HalvesPauses(PromptPacing):
 
 
 def scheduler_with(pacing: PromptPacing) -> Scheduler:
-    scheduler = Scheduler(SchedulerConfig(max_step_tokens=STEP_TOKENS, max_running=4, num_slots=4096), Feeding.TARGET_CACHE)
+    config = SchedulerConfig(max_step_tokens=STEP_TOKENS, max_running=4, num_slots=4096, prefix_block_tokens=4)
+    scheduler = Scheduler(config, Feeding.TARGET_CACHE)
     scheduler.pacing = pacing
     return scheduler
 
@@ -83,6 +86,38 @@ def test_short_prompts_do_not_wait():
     run_step(scheduler, 1.0)
     scheduler.add(sequence_of(2, 5, 20))
     assert run_step(scheduler, 1.0)[1] == ["0", "2"]
+
+
+def test_short_prompts_do_not_extend_a_pause():
+    """The bug: each unfinished part of any prompt lengthened the pause, so a stream of short prompts starved a long one."""
+    scheduler = scheduler_with(PromptPacing(0.6))
+    scheduler.add(sequence_of(0, 1, 4000))
+    run_step(scheduler, 1.0)
+    scheduler.add(sequence_of(1, 60, 1))
+    for number in range(2, 600, 2):
+        if number % 8 == 0:
+            scheduler.add(sequence_of(number, 7, 1))
+            scheduler.add(sequence_of(number + 1, 7, 1))
+        run_step(scheduler, 1.0)
+        if "1" not in scheduler:
+            return
+    raise AssertionError("the long prompt starved")
+
+
+def test_paused_prompt_blocks_no_shorter_one():
+    """The bug: a prompt with the beginning of a paused one waited for it."""
+    scheduler = scheduler_with(PromptPacing(0.6))
+    scheduler.add(sequence_of(0, 1, 400))
+    run_step(scheduler, 1.0)
+    scheduler.add(sequence_of(1, 100, 1))
+    run_step(scheduler, 1.0)
+    assert scheduler.pacing.is_paused
+    for name, num_tokens in (("2", 90), ("3", 7)):
+        prompt = tuple(5000 + place for place in range(num_tokens))
+        scheduler.add(Sequence(Request(name, prompt, SamplingParams(max_tokens=1), cache_salt=""), 0, "traversal"))
+    fed = [request_id for _ in range(2) for request_id in run_step(scheduler, 1.0)[1]]
+    assert "3" in fed
+    assert "2" not in fed
 
 
 def test_prompt_alone_does_not_wait():
