@@ -24,7 +24,7 @@ class SchedulerConfig:
     num_slots: int = 32768
     max_model_len: int = 8192
     prefix_block_tokens: int = BLOCK_TOKENS
-    decode_pace: float = 0.65
+    decode_pace: float = 0.0
     has_cache_events: bool = False
 
     def __post_init__(self) -> None:
