@@ -132,7 +132,13 @@ def mixed_prompts(model: str, kinds: Sequence[str], num_prompts: int) -> list[tu
 
 
 def requests_of(
-    prompts: Sequence[tuple[int, ...]], batch: int, round_number: int, way: Way, args: argparse.Namespace
+    prompts: Sequence[tuple[int, ...]],
+    batch: int,
+    round_number: int,
+    way: Way,
+    args: argparse.Namespace,
+    top_p: float = 1.0,
+    top_k: int = 0,
 ) -> Iterator[Request]:
     """Yield requests of every kind and temperature in turn, the same for each contender; texts are equally long.
 
@@ -142,7 +148,8 @@ def requests_of(
     turn = math.lcm(len(args.kinds), num_temperatures)
     for place in range(round_number * count, (1 + round_number) * count):
         temperature = args.temperatures[(place + place // turn) % num_temperatures]
-        sampling = SamplingParams(temperature, seed=place if temperature else None, max_tokens=args.max_tokens, ignore_eos=True)
+        seed = place if temperature else None
+        sampling = SamplingParams(temperature, top_p, top_k, seed=seed, max_tokens=args.max_tokens, ignore_eos=True)
         yield Request(f"{way.name}-{place}", prompts[place % len(prompts)], sampling, way.speculation)
 
 
@@ -182,7 +189,10 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         for turn, (number, batch) in enumerate(bar):
             watch = ForeignCpu()
             order = random.Random(turn).sample(ways, len(ways))
-            runs = in_turns({way.name: (way.engine, requests_of(prompts, batch, number, way, args)) for way in order}, batch)
+            kept = {"top_p": args.top_p, "top_k": args.top_k}
+            runs = in_turns(
+                {way.name: (way.engine, requests_of(prompts, batch, number, way, args, **kept)) for way in order}, batch
+            )
             foreign_cpus = watch.cpus()
             for name, run in runs.items() if turn else ():
                 out.write(json.dumps(asdict(Measured.of(begun, number, batch, name, run, foreign_cpus))) + "\n")
@@ -246,6 +256,8 @@ def main() -> None:
         "--contenders", nargs="+", default=["policy"], help="policy, whole or static:TREE, each may end in /VERIFIER"
     )
     run.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
+    run.add_argument("--top-p", type=float, default=1.0)
+    run.add_argument("--top-k", type=int, default=0)
     run.add_argument("--useless", action="store_true", help="shuffle the head's weights")
     run.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], help="requests at a time")
     run.add_argument("--kinds", nargs="+", default=["code", "maths", "prose"])
