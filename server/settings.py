@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, TypeAdap
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from engine.core.config import BLOCK_TOKENS, EngineConfig, SchedulerConfig
+from engine.core.refusal import Refusal
 from engine.core.tree import parse_expansion
 from engine.core.verifier_table import VerifierName, require_exact
 from engine.draft.text.suffix_counts import MAX_CONTEXT
@@ -51,7 +52,7 @@ PUBLIC: Mapping[str, Any] = {
 }
 
 
-class SettingsError(Exception):
+class SettingsError(Refusal):
     """A setting that is unknown or wrong."""
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from server.cli.settings_flags import add_settings_flags, given_flags, settings_of
-from server.settings import ENV_PREFIX, Settings, SettingsError, or_shipped
+from server.settings import ENV_PREFIX, Settings, or_shipped
 
 if TYPE_CHECKING:
     from server.cli.doctor_checks import Finding
@@ -32,11 +32,7 @@ def add_doctor_command(subparsers: "argparse._SubParsersAction[argparse.Argument
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    try:
-        settings = settings_of(parsed)
-    except SettingsError as error:
-        sys.stderr.write(f"latebranch doctor: {error}\n")
-        return 2
+    settings = settings_of(parsed)
     from server.cli.doctor_checks import Finding, Level, check_models, examine  # here, because it brings torch
 
     findings = list(examine(settings.to_engine_config()))

@@ -90,18 +90,13 @@ def _serve(parsed: argparse.Namespace) -> int:
     from server.cli.settings_flags import settings_of
     from server.http.logs import configure_logging
     from server.preflight import require_startable
-    from server.settings import SettingsError
 
     if parsed.positional_model is not None:
         if getattr(parsed, "model", parsed.positional_model) != parsed.positional_model:
             sys.stderr.write("latebranch serve: the model is named twice, as an argument and by --model\n")
             return 2
         parsed.model = parsed.positional_model
-    try:
-        settings = settings_of(parsed)
-    except SettingsError as error:
-        sys.stderr.write(f"latebranch serve: {error}\n")
-        return 2
+    settings = settings_of(parsed)
     configure_logging(settings.log_level, settings.log_format)
     require_startable(settings)
     if settings.spare_worker:

@@ -10,7 +10,6 @@ from server.cli.settings_flags import GROUPS, add_settings_flags, settings_of
 from server.http.logs import configure_logging
 from server.launch import TEMPLATE
 from server.preflight import require_startable
-from server.settings import SettingsError
 
 # Settings of the engine process. All others are of HTTP and of text, which are the frontend's.
 HONOURED = frozenset(
@@ -35,11 +34,7 @@ def add_dynamo_worker_command(subparsers: "argparse._SubParsersAction[argparse.A
 
 
 def _serve_dynamo(parsed: argparse.Namespace) -> int:
-    try:
-        settings = settings_of(parsed)
-    except SettingsError as error:
-        sys.stderr.write(f"latebranch dynamo-worker: {error}\n")
-        return 2
+    settings = settings_of(parsed)
     if others := sorted(settings.model_fields_set - HONOURED):
         raise Refusal(f"{', '.join(others)}: not of a worker behind Dynamo's frontend, which does HTTP, keys and text")
     if not _is_installed():

@@ -315,7 +315,7 @@ class Run {
     });
   }
 
-  // The terms of a part, the one at `place` of those that were projected.
+  // The terms of a part. `place` is its place among the parts that were projected together.
   Terms terms(const AdaptedRows& adapted, int64_t l, AdaptedPart part, int64_t place = 0) const {
     if (adapted.rows.empty())
       return {};

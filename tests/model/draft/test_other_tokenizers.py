@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.build import build_engine
 from engine.core.config import EngineConfig, SchedulerConfig
@@ -21,7 +22,7 @@ from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees import sampling as children
 from engine.testing import tiny_module
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
-from tests.model.distributions import probs_of
+from tests.model.distributions import text_distribution
 from tests.model.draft.other_tokenizers import (
     PAIRS,
     TEXTS,
@@ -102,20 +103,13 @@ NUM_REQUESTS = 1000
 @cache
 def target_distribution() -> dict[tuple[int, ...], float]:
     """Return the distribution of the first two tokens, by transformers' logits."""
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(2):
-        texts = list(distribution)
+
+    def logits_after(texts: list[tuple[int, ...]]) -> Tensor:
         with torch.inference_mode():
-            ids = torch.tensor([[*PROMPT, *text] for text in texts])
-            logits = modules(*OTHER, True)[0](input_ids=ids).logits[:, -1].float()
-        nexts = probs_of(logits, [SAMPLING] * len(texts)).double()
-        distribution = {
-            (*text, token_id): distribution[text] * float(p)
-            for text, row in zip(texts, nexts, strict=True)
-            for token_id, p in enumerate(row)
-            if p > 0
-        }
-    return distribution
+            logits: Tensor = modules(*OTHER, True)[0](input_ids=torch.tensor([[*PROMPT, *text] for text in texts])).logits
+        return logits[:, -1].float()
+
+    return text_distribution(logits_after, 2, SAMPLING)
 
 
 def score(verifier: str, tree: Expansion) -> float:

@@ -24,7 +24,7 @@ from engine.verify import two_phase
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.checkpoints import learnt_engine
-from tests.model.distributions import probs_of
+from tests.model.distributions import text_distribution
 from tests.model.driving import run
 from tests.model.heads import head_engine, learnt_head
 from tests.model.kv_cache.test_kv_cache import RandomExpansion
@@ -49,18 +49,7 @@ WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, ma
 @cache
 def target_distribution(family: str = "llama") -> dict[tuple[int, ...], float]:
     """Return the distribution of the first three tokens, by transformers' logits."""
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        texts = list(distribution)
-        logits = own_logits(family, [[*PROMPT, *text] for text in texts])[:, -1]
-        nexts = probs_of(logits, [SAMPLING] * len(texts)).double()
-        distribution = {
-            (*text, token_id): distribution[text] * float(p)
-            for text, row in zip(texts, nexts, strict=True)
-            for token_id, p in enumerate(row)
-            if p > 0
-        }
-    return distribution
+    return text_distribution(lambda texts: own_logits(family, [[*PROMPT, *text] for text in texts])[:, -1], 3, SAMPLING)
 
 
 def triples(verifier: str | None, expansion: Expansion, engine: Engine | None = None) -> Counter[tuple[int, ...]]:

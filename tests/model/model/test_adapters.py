@@ -26,7 +26,7 @@ from engine.scheduler.sequence import Sequence
 from engine.teacher_forcing import KnownText
 from engine.testing import FAMILIES, tiny_engine, tiny_module
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
-from tests.model.distributions import probs_of
+from tests.model.distributions import text_distribution
 from tests.model.driving import give_drafter, greedy, run
 from tests.model.engine.test_engine_distributions import WIDE
 from tests.model.lora import merged, random_adapter
@@ -181,19 +181,13 @@ def test_salt_cannot_name_an_adapter():
 @cache
 def triples_of(adapter: str | None) -> dict[tuple[int, ...], float]:
     """Return the distribution of the first two tokens by the merged model."""
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(2):
-        beginnings = list(distribution)
+
+    def logits_after(texts: list[tuple[int, ...]]) -> Tensor:
         with torch.inference_mode():
-            logits: Tensor = merged_module(adapter)(torch.tensor([[*PROMPT[:4], *text] for text in beginnings])).logits[:, -1]
-        rows = probs_of(logits, [SAMPLING] * len(beginnings)).double()
-        distribution = {
-            (*text, token_id): distribution[text] * float(p)
-            for text, row in zip(beginnings, rows, strict=True)
-            for token_id, p in enumerate(row)
-            if p > 0
-        }
-    return distribution
+            logits: Tensor = merged_module(adapter)(torch.tensor([[*PROMPT[:4], *text] for text in texts])).logits
+        return logits[:, -1]
+
+    return text_distribution(logits_after, 2, SAMPLING)
 
 
 @pytest.mark.parametrize("linears", LINEARS)
