@@ -106,9 +106,8 @@ class CausalModel:
         """Return the output layer's weights of some tokens, ascending."""
         output = self.module.get_output_embeddings()
         if isinstance(output, ShardedHead):
-            if self.ranks is not None:
-                self.ranks.read_rows(ids_M)
-            return output.rows(ids_M)
+            with nullcontext() if self.ranks is None else self.ranks.reading_rows(ids_M):
+                return output.rows(ids_M)
         return output.weights.rows(ids_M) if isinstance(output, NativeLinear) else weight_of(output)[ids_M]
 
     @property
@@ -184,7 +183,8 @@ class CausalModel:
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
         if self.ranks is not None:
-            self.ranks.run_pass(batch, cache, logit_rows_N)
+            with self.ranks.running_pass(batch, cache, logit_rows_N):
+                return self._forward(batch, cache, logit_rows_N)
         if self.adapters is None:
             return self._forward(batch, cache, logit_rows_N)
         with self.adapters.of(batch):

@@ -2,8 +2,10 @@
 
 Every rank loads and checks its part of the model by the same calls. Then rank 0 sends the inputs of its passes through pipes, and
 the other ranks run them over their own part of the cache. A pipe may be idle for any time. The other ranks end with rank 0, even
-within a collective operation or while they hang. If another rank dies, rank 0 dies of the same cause, and its supervisor starts
-all again.
+within a collective operation or while they hang. If another rank ends before its pipe is closed, rank 0 dies of the same cause.
+Its supervisor starts all again.
+
+A death fails collective operations of all other ranks. So a rank with an error waits until such a death would have ended it.
 """
 
 import ctypes
@@ -16,8 +18,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.packing import PackedBatch, Segment, pack
-from engine.core.refusal import Refusal
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, load_model
 from engine.model.linear_backends import torch_linears
@@ -38,6 +40,8 @@ from engine.utils.run_folder import run_folder
 _logger = logging.getLogger(__name__)
 
 _END_S = 10.0
+_SEEN_S = 2.0  # in which rank 0 sees the end of another
+_REPORTED_S = 5.0  # in which rank 0 reports an error that all ranks have
 _PR_SET_PDEATHSIG = 1  # of Linux
 
 
@@ -75,38 +79,65 @@ class _Part:
 class Ranks:
     """The other ranks, as rank 0 sees them."""
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
+    def __init__(self, num: int) -> None:
         command = [sys.executable, "-P", "-c", f"from {__name__} import follow; follow()"]
-        self._processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) for _ in parts]
+        self._processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) for _ in range(num)]
         self._numbers: WeakKeyDictionary[KVCache, int] = WeakKeyDictionary()
         self._num_caches = 0
+        self._is_closing = False
         self._watches = [
-            threading.Thread(target=_die_with, args=(part.rank, process), name=f"watch-rank-{part.rank}", daemon=True)
-            for part, process in zip(parts, self._processes, strict=True)
+            threading.Thread(target=self._die_with, args=(rank,), name=f"watch-rank-{rank}", daemon=True)
+            for rank in range(1, num + 1)
         ]
-        for part, process, watch in zip(parts, self._processes, self._watches, strict=True):
+        for watch in self._watches:
             watch.start()
-            self._post([process], part)
 
     @property
     def pids(self) -> list[int]:
         """The ids of the processes."""
         return [process.pid for process in self._processes]
 
-    def run_pass(self, batch: PackedBatch, cache: KVCache, rows_N: Tensor) -> None:
-        """Have the other ranks run a pass, which this rank must run now, over their caches in place of `cache`."""
+    @contextmanager
+    def _joint(self) -> Iterator[None]:
+        """Run a block that other ranks run too. If it fails because one of them died, this process dies of the same cause."""
+        try:
+            yield
+        except Exception:
+            time.sleep(_SEEN_S)  # in which `_die_with` ends this process
+            raise
+
+    def load(self, own: _Part) -> CausalModel:
+        """Have the other ranks load their parts, and load this rank's. Raises the errors of `load_model`."""
+        try:
+            with self._joint():
+                for rank, process in enumerate(self._processes, 1):
+                    self._post([process], replace(own, rank=rank))
+                return own.load()
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def running_pass(self, batch: PackedBatch, cache: KVCache, rows_N: Tensor) -> Iterator[None]:
+        """Have the other ranks run a pass, which the block must run, over their caches in place of `cache`."""
         if cache not in self._numbers:
             self._num_caches += 1
             self._numbers[cache] = self._num_caches
         used = [*self._numbers.values()]
-        self._post(self._processes, _Pass(batch.segments, rows_N.tolist(), self._numbers[cache], cache.num_slots, used))
+        with self._joint():
+            self._post(self._processes, _Pass(batch.segments, rows_N.tolist(), self._numbers[cache], cache.num_slots, used))
+            yield
 
-    def read_rows(self, ids_M: Tensor) -> None:
-        """Have the other ranks read rows of the output head, which this rank must read now."""
-        self._post(self._processes, _Rows(ids_M.tolist()))
+    @contextmanager
+    def reading_rows(self, ids_M: Tensor) -> Iterator[None]:
+        """Have the other ranks read rows of the output head, which the block must read."""
+        with self._joint():
+            self._post(self._processes, _Rows(ids_M.tolist()))
+            yield
 
     def close(self) -> None:
         """End the other ranks. The model cannot run any more."""
+        self._is_closing = True
         for process in self._processes:
             with suppress(OSError):
                 process.stdin.close()  # type: ignore[union-attr]
@@ -114,6 +145,17 @@ class Ranks:
             watch.join(_END_S)
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _die_with(self, rank: int) -> None:
+        """Wait until a rank ends. Unless it was to end, end this process as it ended."""
+        status = self._processes[rank - 1].wait()
+        if self._is_closing:
+            return
+        _logger.error("rank %d ended with status %d, so that this process ends", rank, status)
+        if status < 0:
+            os.kill(os.getpid(), -status)
+            time.sleep(_SEEN_S)  # another thread may receive it
+        os._exit(1)
 
     @staticmethod
     def _post(processes: "Sequence[subprocess.Popen[bytes]]", message: "_Part | _Pass | _Rows") -> None:
@@ -133,24 +175,10 @@ def load_sharded(folder: Path, dtype: str, device: torch.device, num_ranks: int,
         num_own = max(1, num_threads // num_ranks) if device.type == "cpu" else num_threads
         level = logging.getLogger().getEffectiveLevel()
         own = _Part(folder, dtype, device.type, num_own, str(folder_of_meeting / "meeting"), num_ranks, level)
-        ranks = Ranks([replace(own, rank=rank) for rank in range(1, num_ranks)])
-        try:
-            model = own.load()
-        except BaseException:
-            ranks.close()
-            raise
+        ranks = Ranks(num_ranks - 1)
+        model = ranks.load(own)
     model.ranks = ranks
     return model
-
-
-def _die_with(rank: int, process: "subprocess.Popen[bytes]") -> None:
-    """Wait until a rank ends. If it has failed, end this process as it ended."""
-    status = process.wait()
-    if status != 0:
-        _logger.error("rank %d ended with status %d, so that this process ends", rank, status)
-        if status < 0:
-            os.kill(os.getpid(), -status)
-        os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +226,8 @@ def follow() -> None:
     logging.basicConfig(level=part.log_level, format=f"%(asctime)s %(levelname)s rank {part.rank} %(name)s: %(message)s")
     try:
         _run_passes(part.load(), messages)
-    except Refusal:
-        os._exit(0)  # rank 0 raises it too
     except BaseException:
+        time.sleep(_REPORTED_S)  # rank 0 ends this process if it has failed too, or if the death of a rank was the cause
         _logger.exception("rank %d failed", part.rank)
         os._exit(1)  # not by the interpreter's end, which would wait for the thread that reads
 
