@@ -1,11 +1,15 @@
-"""Tokens a second of replicas behind the gateway smg, beside one server of one thread and one of as many threads.
+"""Tokens a second of replicas of one thread behind the gateway smg, and of the same engines without gateway and HTTP.
 
 make .venv-cluster/.installed
-python -m benchmarks.replicas --model smollm2-135m --replicas 2 --clients 16 --rounds 5
+python -m benchmarks.replicas --model smollm2-135m --replicas 2 --clients 8 --rounds 3
 
-All servers stay loaded; each round measures every contender once, in an order of its own. A client sends one whole answer after
-another. Every request has a prompt of its own, so no prefix is shared. Prints medians of a round's ratios to the first contender,
-with the lowest and the highest.
+What replicas can gain is what the machine gives several engines of one thread: they share its memory and caches. So the same
+requests also run in one engine process and in as many as there are replicas, without HTTP. The loss of the gateway and of HTTP is
+the quotient of both gains.
+
+All processes stay loaded; each round measures every contender once, in an order of its own. A client reads whole answers, each of
+a prompt of its own, so no prefix is shared. Each replica has the same number of clients, so batches are equally large. Prints
+medians of a round's ratios, with the lowest and the highest.
 """
 
 import argparse
@@ -18,94 +22,167 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from benchmarks.markdown import table
 from benchmarks.peers.processes import free_port
 from benchmarks.start import is_up
+from engine.core.types import Request, SamplingParams
+from engine.weights import resolve
+from engine.weights.pretrained import load_tokenizer
+from server.adaptive_engine import served_engine
+from server.settings import load_settings
 
 _LIMIT_S = 300.0
 _SERVE = "import sys; from server.cli.main import main; sys.exit(main())"
+_NUM_TOKENS = 64
+_SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "max_tokens": _NUM_TOKENS,
+    "ignore_eos": True,
+}
+_ENGINE, _ENGINES = "an engine of one thread", "engines of one thread"
+_REPLICA, _REPLICAS, _GATEWAY = "a replica", "replicas", "replicas behind smg"
 _numbers = itertools.count()
 
 
 def main() -> None:
-    """Start the servers, measure by turns and print the table."""
+    """Start the servers and engines, measure by turns and print the tables."""
     args = _arguments()
+    if args.engine:
+        _run_engine(args)
+        return
     folder = Path(tempfile.mkdtemp(prefix="replicas."))
-    many = str(args.replicas)
     with contextlib.ExitStack() as stack:
 
-        def server(threads: str) -> str:
-            command = [
-                sys.executable,
-                "-c",
-                _SERVE,
-                "serve",
-                "--model",
-                args.model,
-                "--dtype",
-                args.dtype,
-                "--num-threads",
-                threads,
-            ]
+        def server(num_threads: int) -> str:
+            flags = ["--model", args.model, "--dtype", args.dtype, "--num-threads", str(num_threads)]
+            command = [sys.executable, "-c", _SERVE, "serve", *flags]
             return stack.enter_context(_running(command, "--port", "/ready", folder))
 
-        replicas = [server("1") for _ in range(args.replicas)]
-        smg = [
-            str(args.smg),
-            "launch",
-            "--host",
-            "127.0.0.1",
-            "--prometheus-host",
-            "127.0.0.1",
-            "--prometheus-port",
-            str(free_port()),
-        ]
+        engines = [stack.enter_context(_engine(args)) for _ in range(args.replicas)]
+        replicas = [server(1) for _ in range(args.replicas)]
+        flags = ["--host", "127.0.0.1", "--prometheus-host", "127.0.0.1", "--policy", "cache_aware", "--prometheus-port"]
+        smg = [str(args.smg), "launch", *flags, str(free_port())]
         gateway = stack.enter_context(_running([*smg, "--worker-urls", *replicas], "--port", "/readiness", folder))
-        contenders = {"one thread": replicas[0], f"{many} replicas of one thread": gateway, f"{many} threads": server(many)}
-        for url in contenders.values():
-            _tokens_per_s(url, args)  # measures costs, and fills caches
-        speeds: dict[str, list[float]] = defaultdict(list)
+        many = server(args.replicas)
+        contenders: dict[str, Callable[[], float]] = {
+            _ENGINE: lambda: _of_engines(engines[:1], args),
+            _ENGINES: lambda: _of_engines(engines, args),
+            _REPLICA: lambda: _of_servers(replicas[:1], args),
+            _REPLICAS: lambda: _of_servers(replicas, args),
+            _GATEWAY: lambda: _of_servers([gateway] * args.replicas, args),
+            f"a server of {args.replicas} threads": lambda: _of_servers([many] * args.replicas, args),
+        }
+        for measure in contenders.values():
+            measure()  # measures costs, and fills caches
+        speeds: dict[str, list[float]] = {name: [] for name in contenders}
         for round_number in range(args.rounds):
             for name in random.Random(round_number).sample(list(contenders), len(contenders)):
-                speeds[name].append(_tokens_per_s(contenders[name], args))
-        print(f"{args.model} {args.dtype}, {args.clients} clients, {args.rounds} rounds")
-        print(
-            table(
-                ["contender", "tokens/s", "over one thread"],
-                [[name, *_cells(found, speeds["one thread"])] for name, found in speeds.items()],
-            )
-        )
+                speeds[name].append(contenders[name]())
+    print(f"{args.model} {args.dtype}, {args.replicas} replicas, {args.clients} clients for each, {args.rounds} rounds")
+    bases = {_ENGINE: _ENGINE, _ENGINES: _ENGINE}
+    rows = [
+        [name, f"{statistics.median(found):.0f}", _text(_ratios(found, speeds[bases.get(name, _REPLICA)]))]
+        for name, found in speeds.items()
+    ]
+    print(table(["contender", "tokens/s", "over one of its kind"], rows))
+    of_machine = _ratios(speeds[_ENGINES], speeds[_ENGINE])
+    for name in (_REPLICAS, _GATEWAY):
+        print(f"gain of {name} over the gain of engines: {_text(_ratios(_ratios(speeds[name], speeds[_REPLICA]), of_machine))}")
 
 
-def _tokens_per_s(url: str, args: argparse.Namespace) -> float:
-    """Return the tokens a second that clients receive together."""
+def _ratios(speeds: Sequence[float], base: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(speeds, base, strict=True)]
+
+
+def _text(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def _prompt(number: int) -> str:
+    return f"{number}. A short story about the number {number}:"
+
+
+def _of_servers(urls: Sequence[str], args: argparse.Namespace) -> float:
+    """Return the tokens a second that clients receive together, as many for each address."""
     begin = time.monotonic()
 
-    def client() -> int:
+    def client(url: str) -> int:
         num_tokens = 0
         with httpx.Client(timeout=_LIMIT_S) as session:
             while time.monotonic() < begin + args.seconds:
                 number = next(_numbers)
-                body = {
-                    "model": args.model,
-                    "prompt": f"{number}. A short story about the number {number}:",
-                    "max_tokens": 64,
-                    "seed": number,
-                }
-                answer = session.post(url + "/v1/completions", json={**body, "ignore_eos": True}).raise_for_status()
+                body = {"model": args.model, "prompt": _prompt(number), "seed": number, **_SAMPLING}
+                answer = session.post(url + "/v1/completions", json=body).raise_for_status()
                 num_tokens += int(answer.json()["usage"]["completion_tokens"])
         return num_tokens
 
-    with ThreadPoolExecutor(args.clients) as pool:
-        clients = [pool.submit(client) for _ in range(args.clients)]
+    with ThreadPoolExecutor(args.clients * len(urls)) as pool:
+        clients = [pool.submit(client, url) for url in urls for _ in range(args.clients)]
         return sum(one.result() for one in clients) / (time.monotonic() - begin)
+
+
+def _of_engines(engines: "Sequence[subprocess.Popen[str]]", args: argparse.Namespace) -> float:
+    """Return the tokens a second that engines generate together, without HTTP."""
+    for engine in engines:
+        assert engine.stdin is not None
+        engine.stdin.write(f"{next(_numbers) << 20} {args.seconds}\n")
+        engine.stdin.flush()
+    return sum(float(_line(engine)) for engine in engines)
+
+
+@contextlib.contextmanager
+def _engine(args: argparse.Namespace) -> "Iterator[subprocess.Popen[str]]":
+    """Run an engine of one thread in a process of its own. Yield the process once it has loaded."""
+    flags = ["--engine", "--model", args.model, "--dtype", args.dtype, "--clients", str(args.clients)]
+    command = [sys.executable, "-m", "benchmarks.replicas", *flags]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        _line(process)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline() or sys.exit("an engine ended")
+
+
+def _run_engine(args: argparse.Namespace) -> None:
+    """Be an engine of one thread. A line has a first number and seconds. The answer is the tokens a second of all clients."""
+    settings = load_settings(None, {"model": args.model, "dtype": args.dtype, "num_threads": 1})
+    engine = served_engine(settings.to_engine_config())
+    tokenizer = load_tokenizer(resolve(args.model).folder)
+    print("loaded", flush=True)
+    for line in sys.stdin:
+        first, seconds = line.split()
+        numbers = itertools.count(int(first))
+
+        def add() -> None:
+            number = next(numbers)  # noqa: B023 - it is called in this round
+            ids = tokenizer.encode(_prompt(number))
+            engine.add(Request(str(number), tuple(ids), SamplingParams(seed=number, **_SAMPLING)))
+
+        begin, num_tokens = time.monotonic(), 0
+        for _ in range(args.clients):
+            add()
+        while engine.has_work:
+            for event in engine.step().events:
+                num_tokens += len(event.token_ids)
+                if event.finish is not None and time.monotonic() < begin + float(seconds):
+                    add()
+        print(num_tokens / (time.monotonic() - begin), flush=True)
 
 
 @contextlib.contextmanager
@@ -126,11 +203,6 @@ def _running(command: Sequence[str], port_flag: str, path: str, folder: Path) ->
         process.wait(60)
 
 
-def _cells(speeds: Sequence[float], base: Sequence[float]) -> list[str]:
-    ratios = [one / other for one, other in zip(speeds, base, strict=True)]
-    return [f"{statistics.median(speeds):.0f}", f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"]
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replicas", description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -139,9 +211,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of one measurement")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=8, help="of one replica")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of one measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -29,6 +29,8 @@ def add_dynamo_worker_command(subparsers: "argparse._SubParsersAction[argparse.A
     command = subparsers.add_parser("dynamo-worker", help="serve a model behind NVIDIA Dynamo's frontend", description=about)
     command.usage = "%(prog)s [flags]"
     command.add_argument("--namespace", default="dynamo", help="Dynamo's namespace of the worker. Default: dynamo")
+    routing = "publish what the prefix cache has, for a frontend with --router-mode kv"
+    command.add_argument("--kv-routing", action="store_true", help=routing)
     add_settings_flags(command, HONOURED)
     command.set_defaults(handler=_serve_dynamo)
 
@@ -37,6 +39,8 @@ def _serve_dynamo(parsed: argparse.Namespace) -> int:
     settings = settings_of(parsed)
     if others := sorted(settings.model_fields_set - HONOURED):
         raise Refusal(f"{', '.join(others)}: not of a worker behind Dynamo's frontend, which does HTTP, keys and text")
+    if parsed.kv_routing and settings.prefix_cache == "off":
+        raise Refusal("kv_routing is given only with a prefix cache")
     if not _is_installed():
         raise Refusal("Dynamo is not installed: docs/scaling.md has the commands")
     configure_logging(settings.log_level, settings.log_format)
@@ -45,7 +49,7 @@ def _serve_dynamo(parsed: argparse.Namespace) -> int:
         start_template(TEMPLATE)
     from server.dynamo.llm_engine import serve_dynamo  # here, because it is an extra
 
-    reason = serve_dynamo(settings, parsed.namespace)  # raises Refusal
+    reason = serve_dynamo(settings, parsed.namespace, parsed.kv_routing)  # raises Refusal
     if reason is not None:
         sys.stderr.write(f"latebranch dynamo-worker: {reason}\n")
     return 0 if reason is None else 1

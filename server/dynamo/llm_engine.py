@@ -10,27 +10,30 @@ import os
 import signal
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from functools import partial
+from contextlib import aclosing, closing, nullcontext
 from typing import Any
 
 from dynamo.common.backend import EngineConfig, LLMEngine, Worker, WorkerConfig
 from dynamo.common.backend.engine import LlmRegistration
 from dynamo.common.backend.metrics import register_engine_registry
+from dynamo.common.backend.publisher import KvEventSource, ZmqSource
 from dynamo.llm.exceptions import CannotConnect, DynamoException, InvalidArgument, StreamIncomplete, Unknown
 
 from engine.core.config import BLOCK_TOKENS
 from engine.core.refusal import Refusal
 from engine.core.service import EngineError
 from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
+from engine.utils.run_folder import run_folder
 from engine.weights import resolve
 from server.dynamo.token_request import engine_request
 from server.engine_process import engine_process, tokenizer_of
 from server.generation.encoding import longest_text
 from server.http.errors import ApiError, InvalidRequest, as_api_error
+from server.kv_events import KvEventPublisher
 from server.metrics.requests import SampleMeter
 from server.runtime import Runtime
 from server.settings import Settings
+from server.text.codec import Tokenizer
 from server.text.token_entry import entry_of
 
 log = logging.getLogger(__name__)
@@ -39,11 +42,15 @@ _FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class DynamoEngine(LLMEngine):
-    """Owns the runtime of one worker. Dynamo calls `start` once, `generate` for each request, and `cleanup` at the end."""
+    """Owns the runtime of one worker. Dynamo calls `start` once, `generate` for each request, and `cleanup` at the end.
 
-    def __init__(self, settings: Settings, folder: str) -> None:
+    `events` publishes changes of the prefix cache at the settings' endpoint, for Dynamo's router.
+    """
+
+    def __init__(self, settings: Settings, folder: str, tokenizer: Tokenizer, events: KvEventPublisher | None) -> None:
         self._folder = folder
-        self._runtime = Runtime(settings, engine_process(settings), partial(tokenizer_of, settings.model), self._on_fatal)
+        process = engine_process(settings, events.publish if events is not None else None)
+        self._runtime = Runtime(settings, process, lambda: tokenizer, self._on_fatal)
         self._runtime.on_ready = lambda: self._is_loaded.set()
         self._is_loaded = asyncio.Event()
         self._request_ids: dict[str, str] = {}  # of live requests, by the frontend's id
@@ -172,6 +179,11 @@ class DynamoEngine(LLMEngine):
         if (request_id := self._request_ids.get(context.id())) is not None:
             self._runtime.engine.abort(request_id)
 
+    async def kv_event_sources(self) -> list[KvEventSource]:
+        """Return where Dynamo reads which prefixes are cached here. It sends them on to its routers."""
+        endpoint = self._runtime.settings.kv_events
+        return [] if endpoint is None else [ZmqSource(endpoint)]
+
     async def register_prometheus(self, metrics: Any) -> None:
         """Add the server's metrics to Dynamo's /metrics of this process."""
         register_engine_registry(metrics, self._runtime.metrics.registry, exclude_prefixes=["python_", "process_"])
@@ -199,21 +211,28 @@ def _raised(error: ApiError) -> DynamoException:
     return CannotConnect(str(error)) if error.status == 503 else Unknown(str(error))
 
 
-def serve_dynamo(settings: Settings, namespace: str) -> str | None:
-    """Serve until a signal stops the worker; return why it could not continue, or None. Raises Refusal and WeightsError."""
-    folder = str(resolve(settings.model).folder)  # Dynamo would look for a name at a hub
+def serve_dynamo(settings: Settings, namespace: str, has_kv_routing: bool) -> str | None:
+    """Serve until a signal stops the worker; return why it could not continue, or None. Raises Refusal and WeightsError.
 
-    async def run() -> DynamoEngine:
-        engine = DynamoEngine(settings, folder)
-        config = WorkerConfig(
-            namespace=namespace,
-            model_name=folder,
-            served_model_name=settings.served_name,
-            discovery_backend="file",
-            request_plane="tcp",
-            event_plane="zmq",
-            enable_kv_routing=False,
-        )
+    `has_kv_routing`: publish changes of the prefix cache. Dynamo does so on all interfaces of the machine.
+    """
+    folder = str(resolve(settings.model).folder)  # Dynamo would look for a name at a hub
+    tokenizer = tokenizer_of(settings.model)
+    if not tokenizer.chat_template:
+        log.warning("%s has no chat template: Dynamo serves /v1/completions alone", settings.served_name)
+    config = WorkerConfig(
+        namespace=namespace,
+        model_name=folder,
+        served_model_name=settings.served_name,
+        endpoint_types="chat,completions" if tokenizer.chat_template else "completions",
+        discovery_backend="file",
+        request_plane="tcp",
+        event_plane="zmq",
+        enable_kv_routing=has_kv_routing,
+    )
+
+    async def run(settings: Settings, events: KvEventPublisher | None) -> DynamoEngine:
+        engine = DynamoEngine(settings, folder, tokenizer, events)
         try:
             await Worker(engine, config).run()
         except Exception:
@@ -221,7 +240,11 @@ def serve_dynamo(settings: Settings, namespace: str) -> str | None:
                 raise
         return engine
 
-    engine = asyncio.run(run())
+    with run_folder() as sockets:
+        endpoint = f"ipc://{sockets}/kv" if has_kv_routing else None
+        events = None if endpoint is None else KvEventPublisher(endpoint)
+        with nullcontext() if events is None else closing(events):
+            engine = asyncio.run(run(settings.model_copy(update={"kv_events": endpoint}), events))
     if engine.is_refused:
         raise Refusal(engine.fatal)
     return engine.fatal

@@ -3,24 +3,28 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
+from tests.cluster.noting_worker import Arrival
 from tests.e2e.server import free_port
 
 MODEL = "smollm2-135m"
 _ROOT = Path(__file__).resolve().parents[2]
 _START_LIMIT_S = 120.0
 _HERE = "127.0.0.1"
-_PROGRAM = "import sys; from server.cli.main import main; sys.exit(main())"
+_PROGRAM = "import sys; from tests.cluster.noting_worker import main; sys.exit(main())"
 
 
 def dynamo_python() -> Path:
@@ -37,6 +41,7 @@ class DynamoWorker:
 
     log: Path
     environment: Mapping[str, str]
+    model: str
     flags: tuple[str, ...] = ()
     port: int = field(default_factory=lambda: _small_port())
     _process: subprocess.Popen[bytes] | None = None
@@ -55,10 +60,20 @@ class DynamoWorker:
         return self._process is not None
 
     def start(self) -> None:
-        command = [str(dynamo_python()), "-c", _PROGRAM, "dynamo-worker", "--model", MODEL, "--num-threads", "1", *self.flags]
+        flags = ["--model", self.model, "--model-name", MODEL, "--num-threads", "1", *self.flags]
+        command = [str(dynamo_python()), "-c", _PROGRAM, str(self._notes), "dynamo-worker", *flags]
         environment = {**self.environment, "DYN_SYSTEM_PORT": str(self.port)}
         with self.log.open("ab") as out:  # a group of its own, to see whether all its processes end
             self._process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+
+    @property
+    def _notes(self) -> Path:
+        return self.log.with_suffix(".arrivals")
+
+    def arrivals(self) -> list[Arrival]:
+        """Return all requests that reached the worker."""
+        lines = self._notes.read_bytes().splitlines() if self._notes.exists() else []
+        return [msgspec.json.decode(line, type=Arrival) for line in lines]
 
     @property
     def is_ready(self) -> bool:
@@ -91,14 +106,26 @@ class Cluster:
 
     def num_migrated(self) -> float:
         """Return how many streams were sent to another worker."""
+        return sum(count for line, count in self._metrics() if "model_migration_total{" in line and "ongoing_request" in line)
+
+    def cache_events(self) -> Counter[tuple[str, str]]:
+        """Return how many events of the workers' caches the router has seen, by kind and by what became of them."""
+        found = Counter[tuple[str, str]]()
+        for line, count in self._metrics():
+            if count and (labels := re.search(r'kv_cache_events_applied\{.*event_type="(\w+)",status="(\w+)"', line)):
+                found[labels[1], labels[2]] += int(count)
+        return found
+
+    def _metrics(self) -> list[tuple[str, float]]:
         lines = httpx.get(self.url + "/metrics", timeout=10).text.splitlines()
-        found = [line for line in lines if "model_migration_total{" in line and "ongoing_request" in line]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+        return [(name, float(value)) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))]
 
 
 @contextlib.contextmanager
-def running_cluster(folder: Path, num_workers: int, *flags: str) -> Iterator[Cluster]:
-    """Start a frontend that migrates, and workers; yield them once all serve; end all processes."""
+def running_cluster(
+    folder: Path, num_workers: int, *flags: str, frontend_flags: Sequence[str] = (), model: str = MODEL
+) -> Iterator[Cluster]:
+    """Start a frontend that migrates, and workers with flags; yield them once all serve; end all processes."""
     store = folder / "store"
     store.mkdir()
     environment = {
@@ -108,10 +135,20 @@ def running_cluster(folder: Path, num_workers: int, *flags: str) -> Iterator[Clu
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(_ROOT),
     }
-    workers = [DynamoWorker(folder / f"worker{index}.log", environment, flags) for index in range(num_workers)]
+    workers = [DynamoWorker(folder / f"worker{index}.log", environment, model, flags) for index in range(num_workers)]
     port = free_port()
     planes = ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq", "--migration-limit", "10"]
-    command = [str(dynamo_python()), "-m", "dynamo.frontend", "--http-host", _HERE, "--http-port", str(port), *planes]
+    command = [
+        str(dynamo_python()),
+        "-m",
+        "dynamo.frontend",
+        "--http-host",
+        _HERE,
+        "--http-port",
+        str(port),
+        *planes,
+        *frontend_flags,
+    ]
     with (folder / "frontend.log").open("wb") as out:
         frontend = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
     cluster = Cluster(f"http://{_HERE}:{port}", workers)

@@ -4,14 +4,17 @@ DYNAMO_STREAMS and DYNAMO_KILLS set the length of the longest test.
 """
 
 import itertools
+import json
 import os
 import signal
 import statistics
 import sys
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ import openai
 import pytest
 
 from tests.cluster.dynamo_nodes import MODEL, Cluster, DynamoWorker, dynamo_python, running_cluster
+from tests.cluster.test_replicas import PREFIXES
+from tests.conformance.folder import served_folder
 from tests.e2e.server import RunningServer, running_server
 
 NUM_STREAMS = int(os.environ.get("DYNAMO_STREAMS", "40"))
@@ -73,16 +78,42 @@ def whole(url: str, request: dict[str, Any]) -> str:
     return str(client_of(url).completions.create(**request).choices[0].text)
 
 
-def streamed(url: str, request: dict[str, Any]) -> tuple[str, float, int]:
-    """Return a stream's text, its longest gap between chunks, and its prompt tokens."""
-    text, gap, last, num_prompt = "", 0.0, None, 0
+@dataclass
+class Stream:
+    """What a client received: the text, when each chunk arrived, and the prompt's tokens as they are counted."""
+
+    request_id: str = ""
+    text: str = ""
+    times: list[float] = field(default_factory=list)
+    num_prompt: int = 0
+
+    @property
+    def longest_gap(self) -> float:
+        return max(after - before for before, after in itertools.pairwise(self.times))
+
+
+def streamed(url: str, request: dict[str, Any]) -> Stream:
+    found = Stream()
     for chunk in client_of(url).completions.create(**request, stream=True, stream_options={"include_usage": True}):
-        now = time.monotonic()
-        gap = max(gap, now - last) if last is not None else gap
-        last = now
-        text += "".join(choice.text for choice in chunk.choices)
-        num_prompt = chunk.usage.prompt_tokens if chunk.usage else num_prompt
-    return text, gap, num_prompt
+        found.times.append(time.monotonic())
+        found.request_id = chunk.id.removeprefix("cmpl-")
+        found.text += "".join(choice.text for choice in chunk.choices)
+        found.num_prompt = chunk.usage.prompt_tokens if chunk.usage else found.num_prompt
+    return found
+
+
+def moves(cluster: Cluster, streams: list[Stream], kills: list[float]) -> list[tuple[float, float]]:
+    """Return, for each move, the seconds from the kill until another worker had the request, and from then to its next chunk."""
+    arrivals = defaultdict(list)
+    for worker in cluster.workers:
+        for arrival in worker.arrivals():
+            arrivals[arrival.request_id].append(arrival.at_s)
+    found = []
+    for stream in streams:
+        for at_s in sorted(arrivals[stream.request_id])[1:]:
+            killed_s = max(kill for kill in kills if kill < at_s)
+            found.append((at_s - killed_s, min(time_s for time_s in stream.times if time_s > at_s) - at_s))
+    return found
 
 
 def expected_of(direct: RunningServer, requests: list[dict[str, Any]]) -> list[str]:
@@ -95,7 +126,7 @@ def test_texts_are_those_of_serve(cluster: Cluster, direct: RunningServer) -> No
     requests = [fields(index) for index in range(10)]
     expected = expected_of(direct, requests)
     assert [whole(cluster.url, for_dynamo(request)) for request in requests] == expected
-    assert [streamed(cluster.url, for_dynamo(request))[0] for request in requests] == expected
+    assert [streamed(cluster.url, for_dynamo(request)).text for request in requests] == expected
     messages: Any = [{"role": "user", "content": "Name a colour."}]
     chat = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 16, "logprobs": True, "top_logprobs": 2}
     answers = [client_of(url).chat.completions.create(**chat).choices[0] for url in (cluster.url, direct.url)]
@@ -152,34 +183,35 @@ def test_killed_workers_change_no_text(cluster: Cluster, direct: RunningServer, 
     """
     requests = [fields(index) for index in range(NUM_STREAMS)]
     expected = expected_of(direct, requests)
-    num_kills, num_streams, gaps, num_prompts = 0, 0, list[float](), set[tuple[str, int]]()
+    kills, streams = list[float](), list[Stream]()
 
     def kill_in_turn() -> None:
-        nonlocal num_kills
         for worker in itertools.cycle(cluster.workers):
-            if num_kills == NUM_KILLS:
+            if len(kills) == NUM_KILLS:
                 return
             others = [other for other in cluster.workers if other is not worker]
             if worker.is_ready and worker.metric("vllm:num_requests_running") and any(other.is_ready for other in others):
+                kills.append(time.monotonic())
                 worker.kill()
-                num_kills += 1
                 worker.start()
             time.sleep(0.1)
 
     killer = threading.Thread(target=kill_in_turn)
     killer.start()
     with ThreadPoolExecutor(6) as pool:
-        while killer.is_alive() or not num_streams:
+        while killer.is_alive() or not streams:
             answers = list(pool.map(lambda request: streamed(cluster.url, for_dynamo(request)), requests))
-            assert [text for text, _, _ in answers] == expected
-            num_streams += len(answers)
-            gaps += [gap for _, gap, _ in answers]
-            num_prompts |= {(request["prompt"], answer[2]) for request, answer in zip(requests, answers, strict=True)}
+            assert [answer.text for answer in answers] == expected
+            streams += answers
     killer.join()
+    detection, resumption = zip(*moves(cluster, streams, kills), strict=True)
     with capsys.disabled():
-        sys.stdout.write(f"\n{num_streams} streams, {num_kills} kills, {cluster.num_migrated():g} migrated; ")
-        sys.stdout.write(f"longest gap {max(gaps):.2f} s, median of streams {statistics.median(gaps):.2f} s\n")
-    assert len(num_prompts) == len({request["prompt"] for request in requests})  # generated tokens are not counted as prompt
+        longest = max(stream.longest_gap for stream in streams)
+        sys.stdout.write(f"\n{len(streams)} streams, {len(kills)} kills, {len(detection)} moves; longest gap {longest:.2f} s\n")
+        for name, seconds in (("kill to arrival at another worker", detection), ("arrival to next chunk", resumption)):
+            sys.stdout.write(f"{name}: median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s\n")
+    counts = {(request["prompt"], stream.num_prompt) for request, stream in zip(itertools.cycle(requests), streams, strict=False)}
+    assert len(counts) == len({request["prompt"] for request in requests})  # generated tokens are not counted as prompt
     assert cluster.num_migrated() >= 1
 
 
@@ -192,7 +224,7 @@ def test_a_stopped_worker_changes_no_text(tmp_path: Path, direct: RunningServer,
         answers = [pool.submit(streamed, cluster.url, for_dynamo(request)) for request in requests]
         leaving = _busy(cluster.workers)
         leaving.process.send_signal(signal.SIGTERM)
-        assert [answer.result()[0] for answer in answers] == expected
+        assert [answer.result().text for answer in answers] == expected
         assert leaving.process.wait(90) == 0
         assert whole(cluster.url, for_dynamo(fields(0)))
 
@@ -203,3 +235,31 @@ def _busy(workers: list[DynamoWorker]) -> DynamoWorker:
             if worker.metric("vllm:num_requests_running"):
                 return worker
         time.sleep(0.05)
+
+
+def test_router_knows_cached_prefixes(tmp_path: Path) -> None:
+    """Dynamo's router takes up all events of the caches, without NATS, and sends a prompt where its beginning is cached."""
+    with running_cluster(tmp_path, 2, "--kv-routing", frontend_flags=("--router-mode", "kv")) as cluster:
+        prefixes = {}
+        for turn, prefix in itertools.product(range(3), PREFIXES):
+            stream = streamed(cluster.url, {**fields(0), "prompt": f"{prefix} Summary {turn}:", "max_tokens": 8})
+            prefixes[stream.request_id] = prefix
+            time.sleep(0.2)  # until the events have arrived
+        homes = [Counter(prefixes[arrival.request_id] for arrival in worker.arrivals()) for worker in cluster.workers]
+        assert sorted(count for home in homes for count in home.values()) == [3] * len(PREFIXES)
+        assert all(homes)
+        events = cluster.cache_events()
+        assert events.keys() == {("stored", "ok")}
+        assert events["stored", "ok"] >= len(PREFIXES)
+
+
+def test_model_without_template_serves_completions(tmp_path: Path) -> None:
+    """The bug: the model was offered for chats too."""
+    folder = served_folder(tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": None}))
+    with running_cluster(tmp_path, 1, model=str(folder)) as cluster:
+        assert whole(cluster.url, {**fields(0), "max_tokens": 4})
+        with pytest.raises(openai.NotFoundError):
+            client_of(cluster.url).chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hello"}])

@@ -30,6 +30,11 @@ def test_other_settings_are_refused_by_name(
     assert f"latebranch dynamo-worker: {name}: not of a worker" in capsys.readouterr().err
 
 
+def test_kv_routing_needs_a_prefix_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dynamo-worker", "--kv-routing", "--prefix-cache", "off"]) == 2
+    assert "kv_routing is given only with a prefix cache" in capsys.readouterr().err
+
+
 def test_a_missing_dynamo_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "_is_installed", lambda: False)
     assert main(["dynamo-worker", "--model", "smollm2-135m"]) == 2
