@@ -41,14 +41,7 @@ from server.settings import load_settings
 _LIMIT_S = 300.0
 _SERVE = "import sys; from server.cli.main import main; sys.exit(main())"
 _NUM_TOKENS = 64
-_SAMPLING: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "max_tokens": _NUM_TOKENS,
-    "ignore_eos": True,
-}
+_SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": _NUM_TOKENS, "ignore_eos": True}
 _ENGINE, _ENGINES = "an engine of one thread", "engines of one thread"
 _REPLICA, _REPLICAS, _GATEWAY = "a replica", "replicas", "replicas behind smg"
 _numbers = itertools.count()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import msgspec
@@ -123,7 +124,12 @@ class Cluster:
 
 @contextlib.contextmanager
 def running_cluster(
-    folder: Path, num_workers: int, *flags: str, frontend_flags: Sequence[str] = (), model: str = MODEL
+    folder: Path,
+    num_workers: int,
+    *flags: str,
+    frontend_flags: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+    model: str = MODEL,
 ) -> Iterator[Cluster]:
     """Start a frontend that migrates, and workers with flags; yield them once all serve; end all processes."""
     store = folder / "store"
@@ -134,6 +140,7 @@ def running_cluster(
         "DYN_FILE_KV": str(store),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(_ROOT),
+        **variables,
     }
     workers = [DynamoWorker(folder / f"worker{index}.log", environment, model, flags) for index in range(num_workers)]
     port = free_port()

@@ -215,6 +215,19 @@ def test_killed_workers_change_no_text(cluster: Cluster, direct: RunningServer, 
     assert cluster.num_migrated() >= 1
 
 
+def test_stopped_process_changes_no_text(tmp_path: Path, direct: RunningServer) -> None:
+    """A worker that is silent, and does not close its connections: a lost machine."""
+    request = {**fields(0), "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    (expected,) = expected_of(direct, [request])
+    with running_cluster(tmp_path, 2, variables={"DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": "2"}) as cluster:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(streamed, cluster.url, for_dynamo(request))
+            _busy(cluster.workers).process.send_signal(signal.SIGSTOP)
+            assert answer.result().text == expected
+        assert answer.result().longest_gap > 1.5
+        assert cluster.num_migrated() == 1
+
+
 @pytest.mark.parametrize("drain_s", [60, 0])
 def test_a_stopped_worker_changes_no_text(tmp_path: Path, direct: RunningServer, drain_s: int) -> None:
     """SIGTERM: streams end where they are, or, beyond `drain_s`, on another worker. No client sees an error."""
