@@ -1,6 +1,6 @@
 """Workers behind Dynamo's frontend: texts are those of `latebranch serve`, and a lost or stopped worker changes none.
 
-DYNAMO_STREAMS and DYNAMO_KILLS set the length of the longest test.
+DYNAMO_STREAMS and DYNAMO_KILLS set the length of the longest test, DYNAMO_TRIALS that of the one which measures moves.
 """
 
 import itertools
@@ -28,6 +28,7 @@ from tests.e2e.server import RunningServer, running_server
 
 NUM_STREAMS = int(os.environ.get("DYNAMO_STREAMS", "40"))
 NUM_KILLS = int(os.environ.get("DYNAMO_KILLS", "4"))
+NUM_TRIALS = int(os.environ.get("DYNAMO_TRIALS", "1"))
 LIMIT = 64
 # Fields of requests, in turn. Each is resumed in the middle by the tests of deaths.
 KINDS: list[dict[str, Any]] = [
@@ -114,6 +115,12 @@ def moves(cluster: Cluster, streams: list[Stream], kills: list[float]) -> list[t
             killed_s = max(kill for kill in kills if kill < at_s)
             found.append((at_s - killed_s, min(time_s for time_s in stream.times if time_s > at_s) - at_s))
     return found
+
+
+def described(found: list[tuple[float, float]]) -> str:
+    to_arrival, to_chunk = ([move[part] for move in found] for part in (0, 1))
+    parts = [f"median {statistics.median(one):.2f} s, longest {max(one):.2f} s" for one in (to_arrival, to_chunk)]
+    return f"{len(found)} moves; from the kill to another worker {parts[0]}; from there to the next chunk {parts[1]}"
 
 
 def expected_of(direct: RunningServer, requests: list[dict[str, Any]]) -> list[str]:
@@ -204,15 +211,36 @@ def test_killed_workers_change_no_text(cluster: Cluster, direct: RunningServer, 
             assert [answer.text for answer in answers] == expected
             streams += answers
     killer.join()
-    detection, resumption = zip(*moves(cluster, streams, kills), strict=True)
+    found = moves(cluster, streams, kills)
     with capsys.disabled():
         longest = max(stream.longest_gap for stream in streams)
-        sys.stdout.write(f"\n{len(streams)} streams, {len(kills)} kills, {len(detection)} moves; longest gap {longest:.2f} s\n")
-        for name, seconds in (("kill to arrival at another worker", detection), ("arrival to next chunk", resumption)):
-            sys.stdout.write(f"{name}: median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s\n")
+        sys.stdout.write(f"\n{len(streams)} streams, {len(kills)} kills, longest gap {longest:.2f} s; {described(found)}\n")
     counts = {(request["prompt"], stream.num_prompt) for request, stream in zip(itertools.cycle(requests), streams, strict=False)}
     assert len(counts) == len({request["prompt"] for request in requests})  # generated tokens are not counted as prompt
     assert cluster.num_migrated() >= 1
+
+
+def test_moved_streams_go_on_soon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A killed worker is started again once all streams have ended, so that it takes no time from the other."""
+    found = []
+    with running_cluster(tmp_path, 2) as cluster, ThreadPoolExecutor(4) as pool:
+        for trial in range(NUM_TRIALS):
+            requests = [
+                {**fields(5 * (4 * trial + index)), "max_tokens": 160, "extra_body": {"ignore_eos": True}} for index in range(4)
+            ]
+            answers = [pool.submit(streamed, cluster.url, request) for request in requests]
+            leaving = _busy(cluster.workers)
+            time.sleep(1)
+            killed_s = time.monotonic()
+            leaving.process.kill()
+            found += moves(cluster, [answer.result() for answer in answers], [killed_s])
+            leaving.kill()
+            leaving.start()
+            leaving.wait_ready()
+            time.sleep(4)  # until the frontend knows it
+    with capsys.disabled():
+        sys.stdout.write(f"\n{described(found)}\n")
+    assert len(found) >= NUM_TRIALS
 
 
 def test_stopped_process_changes_no_text(tmp_path: Path, direct: RunningServer) -> None:
