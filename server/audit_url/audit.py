@@ -101,7 +101,7 @@ class ServerAudit:
 
     def _attempt(self, setting: str, check: str, function: Callable[[], list[CheckResult]]) -> None:
         """Add a test's results. A server that fails in the test is a result too, and later tests wait for it."""
-        verdict, detail = CheckVerdict.NOT_JUDGED, "the server no longer answers"
+        left_out, detail = CheckVerdict.NOT_JUDGED, "the server no longer answers"
         if any(part == setting or (part in setting and part not in TEST_NAMES) for part in self.skipped):
             detail = "left out by --skip"
         elif self._is_answering:
@@ -109,13 +109,14 @@ class ServerAudit:
                 self._results += function()
                 return
             except NotOffered as refusal:
-                verdict, detail = CheckVerdict.NOT_OFFERED, str(refusal)
+                left_out, detail = CheckVerdict.NOT_OFFERED, str(refusal)
             except AuditedServerUnsuitable:
                 raise
             except AuditedServerFailed as error:
-                check, verdict, detail = "answers", CheckVerdict.VIOLATION, str(error)
                 self._is_answering = self._answers_again()
-        self._results.append(CheckResult(setting, check, int(check == "answers"), verdict, detail))
+                self._results.append(CheckResult(setting, "answers", 1, 1, str(error)))
+                return
+        self._results.append(CheckResult(setting, check, detail=detail, left_out=left_out))
 
     def _answers_again(self) -> bool:
         """Wait for the server, which may be started again."""
@@ -156,12 +157,12 @@ class ServerAudit:
         if self._draws_without_seed and _are_alike(answers, seeds):
             self._draws_without_seed = False
             detail = "all are alike, so only texts with a seed are judged"
-            result = CheckResult("seeds", "texts without a seed", num, CheckVerdict.NOT_JUDGED, detail)
+            result = CheckResult("seeds", "texts without a seed", detail=detail)
             return [result, *self._requested(sampling, name, num // 2, prompts)]
         draws = [draw for prompt, answer in answers if (draw := self.source.draw(prompt.ids, answer)) is not None]
         if len(draws) < num:  # leaving some out would be a selection by their tokens
             detail = f"the tokens of {num - len(draws)} of {num} texts are not known"
-            return [CheckResult(name, "draws", 0, CheckVerdict.NOT_JUDGED, detail)]
+            return [CheckResult(name, "draws", detail=detail)]
         self._drawn.append((sampling, name, draws))
         return []
 
@@ -185,11 +186,11 @@ class ServerAudit:
         found: list[tuple[float, list[CheckResult]]] = []
         for meaning in meanings:
             results = DrawTests(draws, self.source, meaning, sampling, tolerance, self.first_seed).results(name)
-            has_impossible = any(one.verdict is CheckVerdict.VIOLATION and one.is_of_tokens for one in results)
+            has_impossible = any(one.num_wrong and one.is_of_tokens for one in results)
             least = 0.0 if has_impossible else min((one.test.p_value for one in results if one.test is not None), default=1.0)
             if least >= _SURELY_UNLIKELY and found:
                 what = "penalties count prompt and text in another way" if sampling.has_penalties else "another order of cuts"
-                results = [CheckResult(name, "order", len(draws), CheckVerdict.OK, f"{what} than assumed"), *results]
+                results = [CheckResult(name, "order", len(draws), detail=f"{what} than assumed"), *results]
             found.append((least, results))
             if least >= _SURELY_UNLIKELY:
                 break
@@ -202,7 +203,7 @@ class ServerAudit:
         if isinstance(source := self.source, ServerSource):
             is_wrong = source.widest_deviation > max(0.01, tolerance) or source.num_empty
             detail = f"widest difference {source.widest_deviation:.2g}, {source.num_empty} tokens without a list"
-            yield CheckResult.counted("log-probabilities", "alike after one text", source.num_lists, int(is_wrong), detail)
+            yield CheckResult("log-probabilities", "alike after one text", source.num_lists, int(is_wrong), detail)
 
 
 def _are_alike(answers: Sequence[tuple[AuditPrompt, AnswerText]], seeds: Sequence[int | None]) -> bool:

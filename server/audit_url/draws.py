@@ -86,12 +86,13 @@ class DrawTests:
         detail = f"{wrong} found, {table.support.num_near_tie} at the edge"
         detail += f"; {num['unknown']} tokens have no known distribution" if num["unknown"] else ""
         detail += "" if is_testable(self.sampling, self.tolerance) else "; rounding is too coarse for tests of frequencies"
-        results = [CheckResult.tested(name, check, test) for check, test in self._frequencies(table)]
-        results.append(CheckResult.counted(name, IMPOSSIBLE, table.support.num_tokens, wrong, detail))
+        results = [CheckResult(name, check, test.num_counted, test=test) for check, test in self._frequencies(table)]
+        results.append(CheckResult(name, IMPOSSIBLE, table.support.num_tokens, wrong, detail))
         if num["compared"]:
-            detail = f"{num['wrong']} wrong" if num["wrong"] else ""
-            detail += f", {num['processed']} of them after temperature, penalties and cuts" if num["processed"] else ""
-            results.append(CheckResult.counted(name, "log-probabilities", num["compared"], num["wrong"], detail))
+            detail = f"{num['wrong']} wrong, {num['processed']} of them after temperature, penalties and cuts"
+            results.append(
+                CheckResult(name, "log-probabilities", num["compared"], num["wrong"], detail if num["processed"] else "")
+            )
         return results
 
     def _frequencies(self, table: _DrawTable) -> Iterator[tuple[str, ChiSquare | RareTest]]:

@@ -16,7 +16,7 @@ from server.audit_url.sources import Source
 _NUM_REPEATED = 3  # prompts of the checks of streams, stop strings and seeds
 _NUM_CHOICES = 3
 _ALONE, _IN_LOAD, _PLAIN = (f"temperature 0, {kind}" for kind in ("one at a time", "in load", "without speculation"))
-_Counted = tuple[int, int] | tuple[int, int, str]  # cases, wrong ones, and what is wrong if it is not the number
+_Counted = tuple[int, int] | tuple[int, int, str]  # cases, wrong ones, and what is wrong if not their number alone
 
 
 @dataclass
@@ -39,7 +39,7 @@ class ExactChecks:
         """Yield setting, check and function of each."""
         for (setting, check), function in _CHECKS.items():
             if setting != _PLAIN or self.offer.dialect.plain is not None:
-                yield setting, check, lambda: [CheckResult.counted(setting, check, *function(self))]  # noqa: B023
+                yield setting, check, lambda: [CheckResult(setting, check, *function(self))]  # noqa: B023
 
     def _texts(self, sampling: SamplingParams, seed: int | None = None, **more: object) -> list[AnswerText]:
         """Return texts after the first prompts, sent one at a time."""
@@ -139,4 +139,4 @@ def usage_result(answers: Sequence[tuple[AnswerText, int | None]]) -> CheckResul
             faults["prompt tokens"] += num_prompt is not None and prompt != num_prompt
             faults["sum"] += total != prompt + generated
     detail = ", ".join(f"{name} of {count} answers wrong" for name, count in faults.items() if count)
-    return CheckResult.counted("usage", "counts", num, sum(faults.values()), detail)
+    return CheckResult("usage", "counts", num, sum(faults.values()), detail)

@@ -10,7 +10,6 @@ from engine.audit.report import AuditVerdict
 from engine.utils.finite_json import finite_json
 
 ARG_MAX, ALL, IMPOSSIBLE, PAIRS = "arg max", "all tokens", "impossible tokens", "first two tokens"
-_TOO_FEW = "too few samples of likely tokens"
 
 
 class CheckVerdict(StrEnum):
@@ -24,42 +23,41 @@ class CheckVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One check in one setting. A statistical test has no verdict of its own: the report's level decides."""
+    """One check in one setting: cases and wrong ones, or a statistical test, or the reason why it was not made."""
 
     setting: str
     check: str
     num: int = 0
-    verdict: CheckVerdict | None = None
+    num_wrong: int = 0
     detail: str = ""
     test: ChiSquare | RareTest | None = None
-
-    @classmethod
-    def counted(cls, setting: str, check: str, num: int, num_wrong: int, detail: str | None = None) -> "CheckResult":
-        """Return the result of so many cases, of which some are wrong."""
-        verdict = CheckVerdict.VIOLATION if num_wrong else CheckVerdict.OK if num else CheckVerdict.NOT_JUDGED
-        return cls(setting, check, num, verdict, detail if detail is not None else f"{num_wrong} wrong" * bool(num_wrong))
-
-    @classmethod
-    def tested(cls, setting: str, check: str, test: ChiSquare | RareTest) -> "CheckResult":
-        """Return the result of a statistical test, which without a degree of freedom decides nothing."""
-        if isinstance(test, ChiSquare) and not test.freedom:
-            return cls(setting, check, 0, CheckVerdict.NOT_JUDGED, _TOO_FEW)
-        return cls(setting, check, test.num_counted, test=test)
+    left_out: CheckVerdict | None = None
 
     def at(self, level: float) -> CheckVerdict:
         """Return the verdict at a level of significance."""
-        if self.test is not None:
-            return CheckVerdict.VIOLATION if self.test.p_value < level else CheckVerdict.OK
-        return self.verdict or CheckVerdict.OK
+        is_wrong = self.num_wrong > 0 if self.test is None else self.test.p_value < level
+        otherwise = CheckVerdict.OK if self.num and not self.is_too_small else CheckVerdict.NOT_JUDGED
+        return self.left_out or (CheckVerdict.VIOLATION if is_wrong else otherwise)
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether a test has no degree of freedom, so that it decides nothing."""
+        return isinstance(self.test, ChiSquare) and not self.test.freedom
 
     @property
     def is_of_tokens(self) -> bool:
         """Whether the check is of the tokens' distribution, and not of what is reported beside them."""
-        return self.test is not None or self.check in (ARG_MAX, IMPOSSIBLE)
+        return self.is_test or self.check in (ARG_MAX, IMPOSSIBLE)
+
+    @property
+    def is_test(self) -> bool:
+        """Whether a statistical test decides."""
+        return self.test is not None and not self.is_too_small
 
     def line(self, level: float) -> str:
         """Return the check's line in the report."""
-        detail = self.detail if self.test is None else f"p {self.test.p_value:.2g}, finds {self.test.detectable(level):.3f}"
+        detail = self.detail or (f"{self.num_wrong} wrong" if self.num_wrong else "")
+        detail = detail if self.test is None else f"p {self.test.p_value:.2g}, finds {self.test.detectable(level):.3f}"
         detail += f"; finds {min(1.0, 2.3 / self.num):.4f}" if self.check == ARG_MAX and self.num else ""
         return f"  {self.check:<24}{self.num:>7}  {self.at(level):<12}{detail}".rstrip()
 
@@ -85,7 +83,7 @@ class ServerReport:
     @property
     def num_tests(self) -> int:
         """Number of statistical tests."""
-        return sum(one.test is not None for one in self.results)
+        return sum(one.is_test for one in self.results)
 
     @property
     def level(self) -> float:
@@ -106,7 +104,7 @@ class ServerReport:
     @property
     def inconclusive(self) -> tuple[str, ...]:
         """The reasons why this audit could not have found a violation of speculation."""
-        has_later = any(one.check in (ALL, PAIRS) and one.test is not None for one in self.results)
+        has_later = any(one.check in (ALL, PAIRS) and one.is_test for one in self.results)
         has_greedy = any(one.check == ARG_MAX and one.num for one in self.results)
         reasons = {
             "no test of the tokens after the first has enough samples": not has_later,
@@ -136,13 +134,14 @@ def as_text(report: ServerReport) -> str:
 def _lines(results: Sequence[CheckResult], level: float) -> Iterator[str]:
     """Yield one line for all tests of frequencies that pass, and one for each other check."""
     passed = {one.check: one.test for one in results if one.test is not None and one.at(level) is CheckVerdict.OK}
+    few = [one.check for one in results if one.is_too_small]
     if tests := passed.values():
         least, finds = min(test.p_value for test in tests), min(test.detectable(level) for test in tests)
         num = max(test.num_counted for test in tests)
         yield f"  {f'{len(tests)} tests of frequencies':<24}{num:>7}  {'ok':<12}least p {least:.2g}, finds {finds:.3f}"
-    yield from (one.line(level) for one in results if one.check not in passed and one.detail != _TOO_FEW)
-    if few := [one.check for one in results if one.detail == _TOO_FEW]:
-        yield f"  {_TOO_FEW}: {', '.join(few)}"
+    yield from (one.line(level) for one in results if one.check not in (*passed, *few))
+    if few:
+        yield f"  too few samples of likely tokens: {', '.join(few)}"
 
 
 def _outcome(report: ServerReport) -> Iterator[str]:
@@ -164,6 +163,6 @@ def as_json(report: ServerReport) -> str:
     head = {"verdict": report.verdict, "inconclusive": report.inconclusive, "level": report.level, "num_tests": report.num_tests}
     results = []
     for one in report.results:
-        p_value, finds = (None, None) if one.test is None else (one.test.p_value, one.test.detectable(report.level))
+        p_value, finds = (one.test.p_value, one.test.detectable(report.level)) if one.test is not None else (None, None)
         results.append(asdict(one) | {"verdict": one.at(report.level), "p_value": p_value, "finds": finds})
     return finite_json({**head, "report": {**asdict(report), "results": results}})

@@ -16,48 +16,25 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.load import mixed_prompts
-from benchmarks.lora import write_adapters
 from benchmarks.markdown import table
 from benchmarks.peers.jobs import Job
 from benchmarks.peers.processes import PORT, Launch, ServerProcess, start_client
+from benchmarks.served.ways import BASE, ways
 from engine.utils.progress_bar import progress_bar
 
 _SERVE = "import sys; from server.cli.main import main; sys.exit(main())"
-_BASE = "latebranch"
 _KINDS = ("code", "prose", "translation", "maths")
-
-
-@dataclass(frozen=True, slots=True)
-class WayOfSending:
-    """A way: the flags of its server, the models of its requests by turns, and their other fields."""
-
-    flags: Sequence[str] = ()
-    models: Sequence[str] = (_BASE,)
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-def ways(args: argparse.Namespace, folder: Path) -> dict[str, WayOfSending]:
-    """Return the ways of a measurement by name; the others are compared with the first."""
-    if args.what == "trace":
-        return {"untraced": WayOfSending(), "traced": WayOfSending(fields={"speculative": {"trace": True}})}
-    adapters = write_adapters(folder, args.model, args.rank)
-    loaded = ("--policy", "plain", *(word for name, path in adapters for word in ("--lora", f"{name}={path}")))
-    return {
-        "base, no adapters loaded": WayOfSending(("--policy", "plain")),
-        "base, adapters loaded": WayOfSending(loaded),
-        "under the adapters": WayOfSending(loaded, [name for name, _ in adapters]),
-    }
 
 
 def main() -> None:
     """Start the servers, measure by turns and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.served", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("lora", "trace"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
@@ -71,12 +48,12 @@ def main() -> None:
     speeds: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        found = ways(args, folder)
+        found = ways(args.what, args.model, args.rank, folder)
         client = start_client(folder / "client.log")
         stack.callback(client.stop)
         servers: dict[tuple[str, ...], ServerProcess] = {}
         for flags in {tuple(way.flags) for way in found.values()}:
-            own = ("--model", args.model, "--model-name", _BASE, "--dtype", args.dtype, "--host", "127.0.0.1", "--port", PORT)
+            own = ("--model", args.model, "--model-name", BASE, "--dtype", args.dtype, "--host", "127.0.0.1", "--port", PORT)
             launch = Launch((sys.executable, "-c", _SERVE, "serve", *own, *flags), "http", 0)
             servers[flags] = ServerProcess(launch, client, folder / f"server-{len(servers)}.log")
             stack.callback(servers[flags].stop)
