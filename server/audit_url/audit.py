@@ -32,19 +32,10 @@ _SEED_STEP = 1000  # more than the texts of a request, whose seeds may be consec
 _PAUSE_S = 2.0  # between requests to a server that has stopped answering
 _ORDERS = {False: "temperature, then top-k, top-p, min-p", True: "top-k, top-p, min-p, then temperature"}  # by `cuts_first`
 _LONG, _WITH_BIAS = "temperature 1, long", "temperature 1 with bias"
-_SETTINGS = (  # the first has 3 shares of the requests, others one
-    SamplingParams(),
-    SamplingParams(0.7),
-    SamplingParams(1.5),
-    SamplingParams(top_p=0.7),
-    SamplingParams(top_k=4),
-    SamplingParams(0.7, top_k=4),
-    SamplingParams(min_p=0.1),
-    SamplingParams(1.5, top_p=0.8),
-    SamplingParams(presence_penalty=1.5),
-    SamplingParams(frequency_penalty=1.0),
-    SamplingParams(repetition_penalty=1.5),
-)
+_SETTINGS = [SamplingParams(), SamplingParams(0.7), SamplingParams(1.5)]  # the first has 3 shares of the requests, others one
+_SETTINGS += [SamplingParams(top_p=0.7), SamplingParams(top_k=4), SamplingParams(0.7, top_k=4), SamplingParams(min_p=0.1)]
+_SETTINGS += [SamplingParams(1.5, top_p=0.8), SamplingParams(presence_penalty=1.5), SamplingParams(frequency_penalty=1.0)]
+_SETTINGS += [SamplingParams(repetition_penalty=1.5)]
 _NAMED = {Setting(sampling, "").sampling_name: sampling for sampling in _SETTINGS}
 TEST_NAMES = (_LONG, *_NAMED, _WITH_BIAS, *NAMES)
 

@@ -16,7 +16,7 @@ from server.audit_url.sources import Source
 _NUM_REPEATED = 3  # prompts of the checks of streams, stop strings and seeds
 _NUM_CHOICES = 3
 _ALONE, _IN_LOAD, _PLAIN = (f"temperature 0, {kind}" for kind in ("one at a time", "in load", "without speculation"))
-_Counted = tuple[int, int] | tuple[int, int, str]  # cases, wrong ones, and what is wrong if not their number alone
+_Counted = tuple[int, int, str]  # cases, wrong ones, and what is wrong, if it is not their number alone
 
 
 @dataclass
@@ -78,7 +78,7 @@ class ExactChecks:
             else:
                 tally = self._tally(prompt, stream)
                 num_wrong += tally is None or tally.num_mismatch > 0 or not tally.num_near_tie
-        return len(streams), num_wrong
+        return len(streams), num_wrong, ""
 
     def _stops(self) -> _Counted:
         """End greedy texts at a string from their middle: the text is the part before it."""
@@ -90,7 +90,7 @@ class ExactChecks:
                 num += 1
                 is_right = (found.text, found.finish) == (text[: text.find(stop)], "stop")
                 num_wrong += stop in found.text or (not is_right and text.startswith(found.text))
-        return num, num_wrong
+        return num, num_wrong, ""
 
     def _seeds(self) -> _Counted:
         """Repeat seeded texts, one at a time, and try other seeds."""
