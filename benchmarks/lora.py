@@ -12,7 +12,7 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,8 +51,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        names = [_write_adapter(Path(folder), number, args) for number in range(_NUM_ADAPTERS)]
-        engines = _engines(args, tuple((name, f"{folder}/{name}") for name in names))
+        lora = write_adapters(Path(folder), args.model, args.rank)
+        engines = _engines(args, lora)
+    names = [name for name, _ in lora]
     rng = random.Random(0)
     prompts = tuple(tuple(rng.choices(range(100, 2000), k=_PROMPT_TOKENS)) for _ in range(args.requests))
     load = BenchLoad(prompts, 0.0, args.max_tokens, args.concurrency)
@@ -90,18 +91,24 @@ def _by_torch(folder: Path, dtype: str, device: torch.device) -> CausalModel:
     return load_model(folder, dtype, device, torch_linears(device))
 
 
-def _write_adapter(folder: Path, number: int, args: argparse.Namespace) -> str:
-    """Write a random adapter of all linear layers but the output layer in PEFT's format; return its name."""
-    module, generator, tensors = empty_module(resolve(args.model).folder), torch.Generator().manual_seed(number), {}
+def write_adapters(folder: Path, model: str, rank: int) -> tuple[tuple[str, str], ...]:
+    """Write random adapters of all linear layers but the output layer in PEFT's format; return their names and folders."""
+    module = empty_module(resolve(model).folder)
     layers = {name: one for name, one in module.named_modules() if type(one) is nn.Linear and ".layers." in name}
+    names = [_write_adapter(folder, number, rank, layers) for number in range(_NUM_ADAPTERS)]
+    return tuple((name, f"{folder}/{name}") for name in names)
+
+
+def _write_adapter(folder: Path, number: int, rank: int, layers: Mapping[str, nn.Linear]) -> str:
+    generator, tensors = torch.Generator().manual_seed(number), {}
     for name, layer in layers.items():
-        shapes = {"A": (args.rank, layer.in_features), "B": (layer.out_features, args.rank)}
+        shapes = {"A": (rank, layer.in_features), "B": (layer.out_features, rank)}
         for part, shape in shapes.items():
             tensors[f"base_model.model.{name}.lora_{part}.weight"] = torch.randn(*shape, generator=generator) * 0.01
     name = f"adapter-{number}"
     (folder / name).mkdir()
     save_file(tensors, folder / name / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": args.rank, "lora_alpha": args.rank, "bias": "none"}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
     (folder / name / "adapter_config.json").write_text(json.dumps(config))
     return name
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.markdown import table
-from server.audit_url.results import CheckVerdict
+from server.audit_url.report import CheckVerdict
 from server.cli.audit_url import report_of
 from tests.model.audit import stand_in
 from tests.model.audit.test_audit_url import FAULTS, OWN_FAULTS, TEXTS, arguments, words

@@ -18,8 +18,8 @@ READY = '{"ready": true}'
 class Job:
     """Prompts (token ids) to be answered with `num_tokens` each whatever the model would end, `concurrency` at a time.
 
-    A request's seed is that of its prompt, None where nothing is drawn. `url` and `fields` are for the HTTP client alone: which
-    server, and what to say beside prompt and sampling.
+    A request's seed is that of its prompt, None where nothing is drawn. `url`, `fields` and `models` are for the HTTP client
+    alone: which server, what to send beside prompt and sampling, and a model for each prompt, if it is not in `fields`.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -29,6 +29,7 @@ class Job:
     concurrency: int = 1
     url: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
+    models: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, line: str) -> Self:

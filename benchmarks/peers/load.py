@@ -46,7 +46,8 @@ def _body(job: Job, index: int) -> dict[str, Any]:
     seed = {} if job.seeds[index] is None else {"seed": job.seeds[index]}
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     sampling = {"temperature": job.temperature, "top_p": 1.0, "max_tokens": job.num_tokens, "ignore_eos": True, **seed}
-    return {"prompt": list(job.prompts[index]), **sampling, **stream, **job.fields}
+    model = {"model": job.models[index]} if job.models else {}
+    return {"prompt": list(job.prompts[index]), **sampling, **stream, **model, **job.fields}
 
 
 def _read(arrivals: Arrivals, begin_s: float) -> tuple[float, Answer]:

@@ -83,7 +83,7 @@ def refuse_by_configuration(config: Any) -> None:
         raise refused(config.model_type, "it is no causal language model")
     try:
         text = config.get_text_config()
-        has_driven_states = config.model_type in _WITH_STATES and _has_one_function(text)
+        has_driven_states, has_limit = config.model_type in _WITH_STATES, not _has_one_function(text)
         sizes = _SIZES[:-1] if has_driven_states else _SIZES  # some have no attention at all
         missing = [name for name in sizes if not isinstance(getattr(text, name, None), int)]
         layer_types = set(getattr(text, "layer_types", None) or ())
@@ -93,6 +93,8 @@ def refuse_by_configuration(config: Any) -> None:
             getattr(text, name, None)
     except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         raise refused(config.model_type, error) from error
+    if has_driven_states and has_limit:
+        raise refused(config.model_type, f"{_KEEPS_STATE} with a time_step_limit, which holds in prompts alone")
     if has_driven_states:
         layer_types -= STATE_TYPES
     if layer_types & STATE_TYPES:

@@ -6,8 +6,7 @@
     draws       tests of sampled tokens, and of greedy ones
     exact       checks of texts that leave no choice: greedy, streamed, stopped, repeated
     audit       the plan within the bound of requests
-    results     the records of the report, and its verdict
-    text        the report as text and JSON
+    report      its records, its verdict, and its text
 
 The statistics are those of engine.audit.
 """

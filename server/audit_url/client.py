@@ -18,11 +18,9 @@ from engine.utils.progress_bar import progress_bar
 
 Name = int | str  # a token's id where the server reports it, else its text
 Body = Mapping[str, Any]
-UNREADABLE = "�"  # in the text of a token that ends within a character
-_BUSY = {429, 503}
-_REFUSED = {400, 404, 405, 413, 415, 422, 501}
-_LONGEST_PAUSE_S = 10.0
-_MAX_REPORTED = 200
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that ends within a character
+_BUSY, _REFUSED, _KEY_REFUSED = {429, 503}, {400, 404, 405, 413, 415, 422, 501}, {401, 403}
+_LONGEST_PAUSE_S, _MAX_REPORTED = 10.0, 200
 _FORMAT_ERRORS = (ValueError, LookupError, TypeError, AttributeError)
 
 
@@ -108,15 +106,15 @@ class CompletionClient:
         try:
             raw = _joined(response.text) if body.get("stream") else response.json()
             choices = sorted(raw["choices"], key=lambda choice: choice.get("index", 0))
-            samples, (num_drafted, num_accepted) = [_sample(one, raw.get("usage") or {}) for one in choices], _drafts(raw)
-            if not samples:
+            answers, (num_drafted, num_accepted) = [_answer(one, raw.get("usage") or {}) for one in choices], _drafts(raw)
+            if not answers:
                 raise ValueError("it has no choices")
         except _FORMAT_ERRORS as error:
             raise AuditedServerFailed(f"an answer is not in the format of {self._path}: {one_line(error)}") from error
         if num_drafted is not None:
             self.num_drafted = (self.num_drafted or 0) + num_drafted
             self.num_accepted += num_accepted
-        return samples
+        return answers
 
     def complete_all(self, bodies: Sequence[Body], what: str, concurrency: int | None = None) -> list[AnswerText]:
         """Return the first choices in order. The first request is sent alone: it may be refused. Raises what `complete` does."""
@@ -134,22 +132,21 @@ class CompletionClient:
         for number in count(1):
             try:
                 response = self._http.request(method, path, json=body)
-            except httpx2.TimeoutException as error:
-                raise AuditedServerFailed(f"{self.url} did not answer in time (see --timeout)") from error
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                if is_first and isinstance(error, (httpx2.RemoteProtocolError, httpx2.ReadError)):
+                if is_first and isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError):
                     is_first = False  # the server may have closed an idle connection under the request
                     continue
                 reason = one_line(error) or type(error).__name__
                 hint = "; trust it by SSL_CERT_FILE" if "CERTIFICATE_VERIFY_FAILED" in reason else ""
-                raise AuditedServerFailed(f"{self.url} cannot be reached: {reason}{hint}") from error
+                reason = "no answer in time (see --timeout)" if isinstance(error, httpx2.TimeoutException) else reason + hint
+                raise AuditedServerFailed(f"{self.url} cannot be reached: {reason}") from error
             wished = response.headers.get("Retry-After", "")
             pause_s = min(_LONGEST_PAUSE_S, float(wished) if wished.isdecimal() and int(wished) else 0.4 * number)
             left_s -= pause_s
             if response.status_code not in _BUSY or left_s < 0.0:
                 break
             time.sleep(pause_s)
-        if response.status_code in {401, 403}:
+        if response.status_code in _KEY_REFUSED:
             raise AuditedServerUnsuitable(f"{self.url} refuses the key (see --api-key): {_message(response)}")
         if response.status_code >= 300 and response.status_code not in _REFUSED:
             raise AuditedServerFailed(f"{self.url} failed with status {response.status_code}: {_message(response)}")
@@ -157,17 +154,16 @@ class CompletionClient:
 
 
 def _message(response: httpx2.Response) -> str:
-    try:
+    text = response.text or f"status {response.status_code}"
+    with suppress(*_FORMAT_ERRORS):
         error = response.json()["error"]
         text = error["message"] if isinstance(error, dict) else error
-    except (ValueError, LookupError, TypeError):
-        text = response.text or f"status {response.status_code}"
     return one_line(str(text)[:_MAX_REPORTED])
 
 
 def _joined(stream: str) -> dict[str, Any]:
     """Return the whole answer of a stream's chunks."""
-    choice: dict[str, Any] = {"text": "", "finish_reason": None}
+    choice: dict[str, Any] = {"text": "", "finish_reason": None, "token_ids": [], "logprobs": {}}
     whole: dict[str, Any] = {"choices": [choice]}
     chunks = [line[5:].strip() for line in stream.split("\n") if line.startswith("data:")]
     for event in (json.loads(chunk) for chunk in chunks if chunk != "[DONE]"):
@@ -177,11 +173,9 @@ def _joined(stream: str) -> dict[str, Any]:
         for part in event.get("choices") or ():
             choice["text"] += _text(part)
             choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
-            if part.get("token_ids"):
-                choice.setdefault("token_ids", []).extend(part["token_ids"])
+            choice["token_ids"] += part.get("token_ids") or ()
             for key, values in (part.get("logprobs") or {}).items():
-                if isinstance(values, list):
-                    choice.setdefault("logprobs", {}).setdefault(key, []).extend(values)
+                choice["logprobs"].setdefault(key, []).extend(values if isinstance(values, list) else ())
     return whole
 
 
@@ -192,20 +186,18 @@ def _text(choice: Mapping[str, Any]) -> str:
     return choice.get("text") or reasoning + (message.get("content") or "")
 
 
-def _sample(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> AnswerText:
+def _answer(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> AnswerText:
     """Return a choice, its tokens from `logprobs` in OpenAI's two formats or from `token_ids`."""
-    listed = choice.get("logprobs") or {}
+    listed, ids = choice.get("logprobs") or {}, choice.get("token_ids")
     if entries := listed.get("content"):
-        names = [_name(entry) for entry in entries]
-        own = [entry.get("logprob") for entry in entries]
+        names, own = [_name(entry) for entry in entries], [entry.get("logprob") for entry in entries]
         tops = [{_name(top): top["logprob"] for top in entry.get("top_logprobs") or ()} for entry in entries]
     else:
-        names, own = [_named(name) for name in listed.get("tokens") or ()], list(listed.get("token_logprobs") or ())
+        names, own = [_named(name) for name in listed.get("tokens") or ()], listed.get("token_logprobs") or []
         tops = [{_named(name): value for name, value in (top or {}).items()} for top in listed.get("top_logprobs") or ()]
     has_ids = bool(names) and not entries and all(isinstance(name, int) for name in names)
-    ids = choice.get("token_ids")
     if ids and (not names or len(ids) == len(names)):
-        names, has_ids = list(ids), True
+        names, has_ids = ids, True
     own, tops = own if len(own) == len(names) else [], tops if len(tops) == len(names) else []
     return AnswerText(_text(choice), choice.get("finish_reason"), tuple(names), tuple(own), tuple(tops), has_ids, usage)
 
@@ -216,8 +208,7 @@ def _name(entry: Mapping[str, Any]) -> Name:
 
 
 def _named(name: str) -> Name:
-    is_id = name.startswith("token_id:") and name[9:].isdecimal()
-    return int(name[9:]) if is_id else name
+    return int(name[9:]) if name.startswith("token_id:") and name[9:].isdecimal() else name
 
 
 def _drafts(raw: Mapping[str, Any]) -> tuple[int | None, int]:
@@ -225,8 +216,6 @@ def _drafts(raw: Mapping[str, Any]) -> tuple[int | None, int]:
     ours, timings = (raw.get("metrics") or {}).get("speculative_decoding") or {}, raw.get("timings") or {}
     details = (raw.get("usage") or {}).get("completion_tokens_details") or {}
     accepted, rejected = (details.get(f"{kind}_prediction_tokens") or 0 for kind in ("accepted", "rejected"))
-    if ours:
-        return int(ours.get("num_draft_tokens", 0)), int(ours.get("num_accepted_draft_tokens", 0))
-    if "draft_n" in timings:
-        return int(timings["draft_n"]), int(timings.get("draft_n_accepted", 0))
-    return (accepted + rejected, accepted) if accepted + rejected else (None, 0)
+    reports = [(ours.get(f"num_{kind}draft_tokens") for kind in ("", "accepted_"))]
+    reports += [(timings.get(f"draft_n{kind}") for kind in ("", "_accepted")), iter((accepted + rejected or None, accepted))]
+    return next(((int(drafted), int(kept or 0)) for drafted, kept in reports if drafted is not None), (None, 0))

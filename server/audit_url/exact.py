@@ -10,18 +10,18 @@ from engine.core.types import SamplingParams
 from server.audit_url.client import AnswerText, CompletionClient, NotOffered
 from server.audit_url.dialect import AuditPrompt, Offer
 from server.audit_url.draws import greedy_tally
-from server.audit_url.results import ARG_MAX, CheckResult
+from server.audit_url.report import ARG_MAX, CheckResult
 from server.audit_url.sources import Source
 
 _NUM_REPEATED = 3  # prompts of the checks of streams, stop strings and seeds
 _NUM_CHOICES = 3
 _ALONE, _IN_LOAD, _PLAIN = (f"temperature 0, {kind}" for kind in ("one at a time", "in load", "without speculation"))
-_Counted = tuple[int, int, str | None]  # cases, wrong ones, and what is wrong if it is not the number
+_Counted = tuple[int, int, str]  # cases, wrong ones, and what is wrong, if it is not their number alone
 
 
 @dataclass
 class ExactChecks:
-    """The checks on a few prompts. `wholes` are the greedy texts that were sent alone."""
+    """The checks on a few prompts. `wholes` are the greedy texts that were sent alone: the first check provides them."""
 
     client: CompletionClient
     offer: Offer
@@ -36,13 +36,10 @@ class ExactChecks:
         self._sampled, self._zero = SamplingParams(max_tokens=min(self.length, 24)), SamplingParams(0.0, max_tokens=self.length)
 
     def named(self) -> Iterator[tuple[str, str, Callable[[], list[CheckResult]]]]:
-        """Yield setting, check and function of each; the first provides the texts that others compare with."""
-        plain = self.offer.dialect.plain
-        kinds: dict[str, tuple[int | None, int, Mapping[str, Any]]] = {_ALONE: (1, 1, {}), _IN_LOAD: (None, 2, {})}
-        for setting, kind in (kinds | ({} if plain is None else {_PLAIN: (None, 1, plain)})).items():
-            yield setting, ARG_MAX, partial(self._greedy, setting, *kind)
+        """Yield setting, check and function of each."""
         for (setting, check), function in _CHECKS.items():
-            yield setting, check, lambda: [CheckResult.counted(setting, check, *function(self))]  # noqa: B023
+            if setting != _PLAIN or self.offer.dialect.plain is not None:
+                yield setting, check, lambda: [CheckResult(setting, check, *function(self))]  # noqa: B023
 
     def _texts(self, sampling: SamplingParams, seed: int | None = None, **more: object) -> list[AnswerText]:
         """Return texts after the first prompts, sent one at a time."""
@@ -53,11 +50,11 @@ class ExactChecks:
         draw = self.source.draw(prompt.ids, text)
         return greedy_tally(self.source, draw, self.tolerance) if draw is not None and draw.token_ids else None
 
-    def _greedy(self, setting: str, concurrency: int | None, num_times: int, fields: Mapping[str, Any]) -> list[CheckResult]:
+    def _greedy(self, concurrency: int | None, num_times: int, fields: Mapping[str, Any] | None = None) -> _Counted:
         """Compare greedy tokens with the arg max, and count the texts that differ from those sent alone."""
         prompts = [*self.prompts] * num_times
-        bodies = [self.offer.body(prompt, self._zero, **fields) for prompt in prompts]
-        found = self.client.complete_all(bodies, f"greedy, {setting}", concurrency)
+        bodies = [self.offer.body(prompt, self._zero, **(fields or {})) for prompt in prompts]
+        found = self.client.complete_all(bodies, "greedy texts", concurrency)
         self.wholes = self.wholes or found
         tallies = [self._tally(*pair) for pair in zip(prompts, found, strict=True)]
         tally = sum((one for one in tallies if one is not None), Tally())
@@ -65,7 +62,10 @@ class ExactChecks:
         detail = f"{tally.num_mismatch} wrong, {tally.num_near_tie} near ties, widest gap {tally.widest_gap:.2g}"
         detail += f"; {num_unlike} texts differ from those sent alone" if num_unlike else ""
         detail += f"; the tokens of {tallies.count(None)} texts are not known" if None in tallies else ""
-        return [CheckResult.counted(setting, ARG_MAX, tally.num_tokens, tally.num_mismatch, detail)]
+        return tally.num_tokens, tally.num_mismatch, detail
+
+    def _without_speculation(self) -> _Counted:
+        return self._greedy(None, 1, self.offer.dialect.plain)
 
     def _streams(self) -> _Counted:
         """Compare streams with whole answers. If texts differ, a stream of near ties is right."""
@@ -78,20 +78,19 @@ class ExactChecks:
             else:
                 tally = self._tally(prompt, stream)
                 num_wrong += tally is None or tally.num_mismatch > 0 or not tally.num_near_tie
-        return len(streams), num_wrong, None
+        return len(streams), num_wrong, ""
 
     def _stops(self) -> _Counted:
         """End greedy texts at a string from their middle: the text is the part before it."""
+        texts = [(prompt, whole.text) for prompt, whole in zip(self.prompts[:_NUM_REPEATED], self.wholes)]
         num = num_wrong = 0
-        for prompt, whole in zip(self.prompts[:_NUM_REPEATED], self.wholes):
-            text = whole.text
-            stop = text[len(text) // 2 :][:4]
+        for prompt, text, stop in ((prompt, text, text[len(text) // 2 :][:4]) for prompt, text in texts):
             if stop.strip():
                 found = self.client.complete(self.offer.body(prompt, self._zero, stop=[stop]))[0]
                 num += 1
                 is_right = (found.text, found.finish) == (text[: text.find(stop)], "stop")
                 num_wrong += stop in found.text or (not is_right and text.startswith(found.text))
-        return num, num_wrong, None
+        return num, num_wrong, ""
 
     def _seeds(self) -> _Counted:
         """Repeat seeded texts, one at a time, and try other seeds."""
@@ -112,24 +111,25 @@ class ExactChecks:
             "all are alike": len(texts) > 1 and len({text.text for text in texts}) == 1,
             f"usage counts {num_counted} tokens, {num_listed} are listed": 0 < num_counted < num_listed,
         }
-        found = [fault for fault, is_so in faults.items() if is_so]
-        return len(texts), len(found), "; ".join(found)
+        return len(texts), sum(faults.values()), "; ".join(fault for fault, is_so in faults.items() if is_so)
 
 
-_CHECKS = {
+_CHECKS: Mapping[tuple[str, str], Callable[[ExactChecks], _Counted]] = {
+    (_ALONE, ARG_MAX): partial(ExactChecks._greedy, concurrency=1, num_times=1),
+    (_IN_LOAD, ARG_MAX): partial(ExactChecks._greedy, concurrency=None, num_times=2),
+    (_PLAIN, ARG_MAX): ExactChecks._without_speculation,
     ("streams", "stream = whole"): ExactChecks._streams,
     ("stop strings", "text before the string"): ExactChecks._stops,
     ("seeds", "same seed, same text"): ExactChecks._seeds,
     ("n", f"{_NUM_CHOICES} texts"): ExactChecks._choices,
 }
-NAMES = (_ALONE, _IN_LOAD, _PLAIN, *(setting for setting, _ in _CHECKS))
+NAMES = tuple(setting for setting, _ in _CHECKS)
 
 
-def usage_result(answers: Sequence[AnswerText], num_prompt_tokens: Sequence[int | None]) -> CheckResult:
-    """Compare usage counts with listed tokens, an end token counted or not, and with the prompts that were sent."""
-    faults = {"generated tokens": 0, "prompt tokens": 0, "sum": 0}
-    num = 0
-    for answer, num_prompt in zip(answers, num_prompt_tokens, strict=True):
+def usage_result(answers: Sequence[tuple[AnswerText, int | None]]) -> CheckResult:
+    """Compare usage counts with listed tokens, an end token counted or not, and with the prompts' lengths, if known."""
+    faults, num = dict.fromkeys(("generated tokens", "prompt tokens", "sum"), 0), 0
+    for answer, num_prompt in answers:
         if answer.usage.keys() >= {"prompt_tokens", "completion_tokens", "total_tokens"}:
             num += 1
             prompt, generated, total = (answer.usage[f"{kind}_tokens"] for kind in ("prompt", "completion", "total"))
@@ -139,4 +139,4 @@ def usage_result(answers: Sequence[AnswerText], num_prompt_tokens: Sequence[int 
             faults["prompt tokens"] += num_prompt is not None and prompt != num_prompt
             faults["sum"] += total != prompt + generated
     detail = ", ".join(f"{name} of {count} answers wrong" for name, count in faults.items() if count)
-    return CheckResult.counted("usage", "counts", num, sum(faults.values()), detail)
+    return CheckResult("usage", "counts", num, sum(faults.values()), detail)

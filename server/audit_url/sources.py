@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.audit.reference import Reference
 from engine.core.types import SamplingParams
+from engine.sampling.distributions import truncates
 from server.audit_url.client import UNREADABLE, AnswerText, Name
 from server.audit_url.dialect import Offer
 
@@ -149,7 +150,7 @@ class ServerSource:
         """Return a row, NaN if the list does not determine the distribution under `sampling`."""
         known = self._rows.get((prompt, prefix))
         row_V = torch.full((1 + len(self._columns) + _NUM_SHARES,), float("-inf"), dtype=torch.float64)
-        is_shared = not sampling.is_greedy and not has_cuts(sampling)  # the rest is one column
+        is_shared = not sampling.is_greedy and not truncates(sampling)  # the rest is one column
         if not known or not _is_known(known, prefix, sampling) or (not is_shared and self.rest in known):
             return row_V.fill_(float("nan"))
         row_V[torch.tensor(list(known))] = torch.tensor(list(known.values()), dtype=torch.float64)
@@ -173,11 +174,6 @@ def _is_known(known: Mapping[int, float], prefix: Ids, sampling: SamplingParams)
     holds_top_p = sampling.top_p >= 1.0 or sum(values) > sampling.top_p + 0.01
     holds_min_p = not sampling.min_p or values[-1] < 0.9 * sampling.min_p * values[0]
     return sum(values) > _ALL or (sampling.top_k < len(values) and holds_top_p and holds_min_p)
-
-
-def has_cuts(sampling: SamplingParams) -> bool:
-    """Return whether tokens are cut off by rank or probability."""
-    return bool(sampling.top_k or sampling.min_p) or sampling.top_p < 1.0
 
 
 Source = ModelSource | ServerSource

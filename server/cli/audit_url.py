@@ -9,12 +9,11 @@ from engine.audit.reference import load_reference
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.facts import read_facts
 from engine.weights.pretrained import load_tokenizer
-from server.audit_url.audit import TEST_NAMES, ServerAudit, UrlOptions
+from server.audit_url.audit import TEST_NAMES, ServerAudit
 from server.audit_url.client import AuditedServerFailed, AuditedServerUnsuitable, CompletionClient
 from server.audit_url.dialect import AuditPrompt
-from server.audit_url.results import ServerReport
+from server.audit_url.report import ServerReport, as_json, as_text
 from server.audit_url.sources import ModelSource, ServerSource, Source
-from server.audit_url.text import as_json, as_text
 from server.cli.audit import AuditError, AuditFailed
 from server.cli.audit_run import EXIT_STATUS
 
@@ -36,8 +35,7 @@ def report_of(texts: Sequence[str], parsed: argparse.Namespace) -> ServerReport:
     try:
         with closing(CompletionClient(*server)) as client:
             client.read_models()  # first: a wrong address is reported before weights are fetched
-            options = UrlOptions(*sizes, parsed.tie_gap, parsed.skip, parsed.wait)
-            return ServerAudit(client, *_source(texts, parsed), options).run()
+            return ServerAudit(client, *_source(texts, parsed), *sizes, parsed.tie_gap, parsed.skip, parsed.wait).run()
     except (AuditedServerUnsuitable, UnsupportedModel) as error:
         raise AuditError(str(error)) from error
     except AuditedServerFailed as error:

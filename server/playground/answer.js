@@ -157,7 +157,8 @@ function outcome(step) {
 function circumstances(step) {
   const expected = step.expected_tokens ? `, ${step.expected_tokens.toFixed(2)} expected` : "";
   const reason = step.reason && step.reason !== "fixed" ? `, policy: ${step.reason.replaceAll("_", " ")}` : "";
-  return `${step.verifier} on ${step.expansion}${expected}, ${(1000 * step.step_s).toFixed(1)} ms${reason}`;
+  const time = step.step_s ? `, ${(1000 * step.step_s).toFixed(1)} ms` : "";
+  return `${step.verifier} on ${step.expansion}${expected}${time}${reason}`;
 }
 
 // What the step's pass read and multiplied, over the whole step's time.

@@ -18,12 +18,14 @@ from engine.audit.report import AuditVerdict
 from engine.core.config import SchedulerConfig
 from engine.core.policy import FixedExpansion
 from engine.core.tree import Expansion
+from engine.core.types import SamplingParams
 from engine.testing import tiny_engine
 from engine.weights.pretrained import load_tokenizer
 from engine.worker.inprocess import InProcessEngine
+from server.audit_url.audit import ServerAudit
 from server.audit_url.client import UNREADABLE, CompletionClient
-from server.audit_url.results import CheckVerdict
-from server.audit_url.text import as_json, as_text
+from server.audit_url.report import CheckVerdict, as_json, as_text
+from server.audit_url.sources import Draw
 from server.cli.audit_url import report_of
 from tests.conformance.served import app_of
 from tests.conformance.served import served as app_served
@@ -81,6 +83,21 @@ def test_each_planted_fault_is_found(name, folder):
     found = report(getattr(stand_in, name), folder, num_requests)
     assert found.verdict is AuditVerdict.VIOLATION
     assert check in violations(found), as_text(found)
+
+
+class LikelyTokens:
+    """Token 1 has probability .9 after each text."""
+
+    def rows(self, draws, sampling):
+        return [torch.tensor([[0.05, 0.9, 0.05]] * len(draw.token_ids)).log() for draw in draws]
+
+
+@pytest.mark.parametrize(("reported", "gap"), [([-0.1054] * 6, 1e-3), ([-0.1054, 0.0, 0.0, 0.0], 1e-3), ([-0.11] * 4, 0.046)])
+def test_gap_is_that_of_rounding(reported, gap):
+    """The bug: log-probabilities of 0 for drafted tokens widened the gap to .5, which hides loose rules at temperature 0."""
+    audit = ServerAudit(CompletionClient("http://x", "m", None, 1.0, 1, is_chat=False), LikelyTokens(), (), 200, 8, 1e-3, 3)
+    audit._drawn = [(SamplingParams(), "", [Draw((5,), (1,) * len(reported), tuple(reported))])] * 2
+    assert audit._measured_gap() == pytest.approx(gap, rel=0.01)
 
 
 OWN_FAULTS = {

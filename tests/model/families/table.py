@@ -257,7 +257,11 @@ REFUSED = (
         ),
         _STATE,
     ),
-    Refused(("mamba2", "falcon_h1", "bamba"), _STATE, {"time_step_limit": [0.001, 0.1]}),
+    Refused(
+        ("mamba2", "falcon_h1", "bamba"),
+        f"{_STATE} with a time_step_limit, which holds in prompts alone",
+        {"time_step_limit": [0.001, 0.1]},
+    ),
     Refused(("deepseek_v32", "glm_moe_dsa"), "layers of type indexed_attention cannot be driven"),
     Refused(
         ("deepseek_v4",),

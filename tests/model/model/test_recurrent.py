@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,14 +28,19 @@ from engine.model.recurrent import _Projections
 from engine.teacher_forcing import KnownText
 from engine.testing import tiny_engine, tiny_model
 from engine.weights import UnsupportedModel
+from engine.weights.pretrained import load_tokenizer
+from engine.worker.inprocess import InProcessEngine
+from tests.conformance.served import MODEL, app_of, served
 from tests.model.attention.test_attention import EXACT, WRONG, ragged_scene, scenes
 from tests.model.driving import greedy, run, sampled
+from tests.model.folders import model_folder
 from tests.model.passes import CPU, error_of, node_logits
 from tests.model.rows import TableDrafter
-from tests.model.tiny import model, own_greedy_text
+from tests.model.tiny import model, own_greedy_text, own_module
 
 RECURRENT = ("qwen3_next", "lfm2", "falcon_h1", "mamba2")
 BUSHY = Expansion(1, 2, 2)
+LIMITS = SchedulerConfig(num_slots=512, max_model_len=64)
 PROMPT = [5, 9, 33, 4, 17, 9, 33, 8, 21, 40, 3, 12, 5]
 
 
@@ -176,8 +183,7 @@ def drafter(*texts: Sequence[int]) -> TableDrafter:
 
 
 def engine_of(family: str, *texts: Sequence[int], **limits: Any) -> Engine:
-    config = SchedulerConfig(**{"num_slots": 512, "max_model_len": 64, **limits})
-    return tiny_engine(model(family), drafter(*texts), FixedExpansion(BUSHY), config=config)
+    return tiny_engine(model(family), drafter(*texts), FixedExpansion(BUSHY), config=replace(LIMITS, **limits))
 
 
 def states_left(engine: Engine) -> int:
@@ -202,6 +208,22 @@ def test_greedy_texts_are_generates(family, limits):
     assert 0 < sum(stats.num_accepted_tokens for stats in session.stats) < sum(stats.num_draft_tokens for stats in session.stats)
     assert ("num_slots" in limits) == any(stats.num_preemptions for stats in session.stats)
     assert states_left(engine) == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_served_texts_are_generates(family, tmp_path):
+    """Over HTTP, two at a time, under trees that are accepted in part."""
+    texts = {tuple(prompt): own_greedy_text(family, prompt, 20) for prompt in (PROMPT, PROMPT[:4])}
+    engine = InProcessEngine(lambda: engine_of(family, *([*prompt, *text] for prompt, text in texts.items())), LIMITS)
+    tokenizer = load_tokenizer(model_folder(tmp_path, own_module("llama")))
+    options = {"model": MODEL, "temperature": 0.0, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
+    with served(app_of(engine, tokenizer=tokenizer)) as url, ThreadPoolExecutor(2) as pool:
+        bodies = [{**options, "prompt": list(prompt)} for prompt in texts]
+        answers = [
+            one.json() for one in pool.map(lambda body: httpx.post(url + "/v1/completions", json=body, timeout=60), bodies)
+        ]
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == list(texts.values())
+    assert all(answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0 for answer in answers)
 
 
 @pytest.mark.parametrize("family", RECURRENT)

@@ -1,0 +1,1 @@
+"""Measurements of a server by what its client receives."""
