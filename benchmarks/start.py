@@ -82,7 +82,7 @@ def main() -> None:
             for checkout in checkouts:
                 cache = _empty_cache(Path(folder) / f"{number}-{checkout.name}", model.gguf) if args.first else default_root()
                 words = ["serve", "--model", args.model, *(f"--{name}={value}" for name, value in args.set), "--port"]
-                program = _program(Path(folder) / f"latebranch-{checkout.name}", checkout)
+                program = program_of(Path(folder) / f"latebranch-{checkout.name}", checkout)
                 own = {"PYTHONPATH": str(checkout), "LATEBRANCH_CACHE": str(cache)}
                 name = _name_of(checkout)
                 subject = Subject(name, (sys.executable, str(program), *words), own, "/live", "/ready")
@@ -104,7 +104,7 @@ def _name_of(checkout: Path) -> str:
     return "this checkout" if checkout == _HERE else checkout.name
 
 
-def _program(file: Path, checkout: Path) -> Path:
+def program_of(file: Path, checkout: Path) -> Path:
     """Write what a checkout's installed command runs."""
     scripts = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["latebranch"].partition(":")
@@ -250,7 +250,8 @@ def vars_of(start: Start) -> dict[str, object]:
     return {"seconds": start.seconds, "silence_s": start.silence_s, "cpu_s": start.cpu_s, "bytes": start.bytes}
 
 
-def _pair(text: str) -> tuple[str, str]:
+def pair_of(text: str) -> tuple[str, str]:
+    """Return the name and the value of a setting."""
     name, separator, value = text.partition("=")
     if not separator:
         raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE")
@@ -261,7 +262,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="*", help="folders of other checkouts, each with its library compiled")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--set", nargs="+", type=_pair, default=[], metavar="NAME=VALUE", help="settings of the servers")
+    parser.add_argument("--set", nargs="+", type=pair_of, default=[], metavar="NAME=VALUE", help="settings of the servers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--first", action="store_true", help="start with an empty cache, but for the GGUF file")
     return parser.parse_args(words)

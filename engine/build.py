@@ -53,7 +53,7 @@ from engine.model.stored_model import load_stored
 from engine.model.target import Target
 from engine.native import library
 from engine.plain_comparison import PlainComparison
-from engine.profiling.peaks import measured_peaks
+from engine.profiling.peaks import cached_peaks
 from engine.profiling.step_timer import StepTimer
 from engine.structured_output.grammars import CompiledGrammars, vocabulary_loader
 from engine.trace.file import TraceFile
@@ -173,7 +173,7 @@ def build_served(config: EngineConfig, adaptive: PolicyFactory | None = None) ->
     """Return the engine that a worker runs, wrapped in the audit if that is enabled. Raises the errors of `build_engine`."""
     reads_module = bool(config.audit_share) or config.drafter == "early-exit"
     engine = build_engine(config, adaptive, load=load_whole if reads_module else load_prepared)
-    engine.info = replace(engine.info, peaks=measured_peaks(engine.target.model))
+    engine.info = replace(engine.info, peaks=cached_peaks(engine.target.model, config.dtype))
     if not config.audit_share:
         return engine
     tolerance = tie_tolerance(config.dtype, engine.info.has_same_bits)

@@ -300,13 +300,14 @@ class Engine:
         self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | VerificationFailure]
     ) -> list[RowOutcome]:
         """Commit accepted paths. Return the outcomes of the decoding rows, in order."""
-        outcomes = []
+        outcomes, has_states = [], self._target.model.has_states
         for index, (row, verdict) in enumerate(zip(plan.decoding, verdicts, strict=True)):
             emission = None
             if isinstance(verdict, VerificationFailure):
                 self._end_failed(row.request_id, verdict)
             else:
-                self._target.end_step(row, verdict.path)
+                if has_states:
+                    self._target.end_step(row, verdict.path)
                 emission = self._scheduler.commit(row, _row_result(growth, index, verdict))
             if emission is None or emission.finish is not None:
                 self._stop_following(row.request_id)
@@ -344,10 +345,15 @@ class Engine:
             num_draft_tokens=outcome.tree.num_nodes - 1,
             num_accepted_tokens=emission.num_accepted,
             num_predicted_tokens=outcome.sources.count(DraftSource.PREDICTION),
-            predicted_places=tuple(
-                place for place, source in enumerate(outcome.accepted_sources) if source is DraftSource.PREDICTION
-            ),
+            predicted_places=_predicted_places(outcome),
         )
+
+
+def _predicted_places(outcome: RowOutcome) -> tuple[int, ...]:
+    """Return the indices of a row's emitted tokens that were drafted from its request's prediction."""
+    if not outcome.sources:
+        return ()
+    return tuple(place for place, source in enumerate(outcome.accepted_sources) if source is DraftSource.PREDICTION)
 
 
 def _failure_event(row: Row, why: VerificationFailure) -> TokenEvent:

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate, chain, islice
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,8 +25,7 @@ from engine.utils.host_transfer import arrays, as_longs
 _MAX_PADDING = 2.0  # a group may be at most this many times as large as its segments together
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True):
     """One sequence's queries. `key_slots` ends with the W tail keys at `tail_positions`; earlier keys are at 0, 1, 2, ...
 
     The first `num_chain` tokens are certain, each the parent of the next: no pass continues from one of them but the last.
@@ -130,7 +130,7 @@ class PackedBatch:
     @property
     def end(self) -> int:
         """The largest position plus one."""
-        return int(self.tokens_3T[1].max()) + 1
+        return max(self.tokens_3T[1].tolist()) + 1
 
     @cached_property
     def _on_device(self) -> list[Tensor]:

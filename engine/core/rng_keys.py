@@ -4,8 +4,9 @@ Streams separate draws that must be independent: drafting and verifying a token 
 Only the coupled rule shares TOKEN noise between drafter and verifier, by design.
 """
 
-from dataclasses import dataclass
 from enum import IntEnum
+
+import msgspec
 
 _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -23,8 +24,7 @@ class Stream(IntEnum):
     SAMPLE = 4  # seeds of the samples of one request (`n`)
 
 
-@dataclass(frozen=True, slots=True)
-class StepKey:
+class StepKey(msgspec.Struct, frozen=True):
     """Identifies one tree's randomness: the request's seed and the absolute position of the tree's root token.
 
     A root position occurs once in a sequence, so (seed, root_position) never repeats for streams that must be fresh each step.

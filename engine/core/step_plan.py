@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+
+import msgspec
 
 from engine.core.rng_keys import StepKey
 from engine.core.tree import FREE_GROWTH, Expansion, GrowthCosts, TreeKind
@@ -30,8 +33,7 @@ class Feeding(Enum):
     TARGET_FEATURES = "target's features"  # as OWN_CACHE, but a token only after the target has cached the one before it
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """One sequence's part of a step.
 
     `certain_ids` are committed tokens that the target has not cached: positions [context_len, context_len + len(certain_ids)).
@@ -92,8 +94,7 @@ class Row:
         return TreeKind.SHARED_NOISE if self.verifier == "coupled" else self.expansion.kind
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, dict=True):
     """The rows of one step, oldest sequence first. `num_preempted` sequences lost their slots to make room.
 
     Since the last plan, `num_prefix_queries` prompt tokens were looked up in the prefix cache, and `num_prefix_hits` were found.
@@ -105,7 +106,7 @@ class StepPlan:
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
 
-    @property
+    @cached_property
     def decoding(self) -> tuple[Row, ...]:
         """Rows that emit tokens this step."""
         return tuple(row for row in self.rows if row.is_decoding)

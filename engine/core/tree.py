@@ -10,6 +10,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Literal, get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -226,8 +227,7 @@ class GrowthCosts:
 FREE_GROWTH = GrowthCosts()  # the whole expansion is grown
 
 
-@dataclass(frozen=True)
-class TokenTree:
+class TokenTree(msgspec.Struct, frozen=True, dict=True):
     """A drafted token tree. Parents come before their children; the root is node 0.
 
     `draws[v]` lists the children of node v in sampling order, a child once for each time it was sampled. So i.i.d. samples that

@@ -7,6 +7,8 @@ import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from engine.core.enums import DraftSource as DraftSource
 from engine.core.enums import FinishReason as FinishReason
 from engine.core.row_trace import RowTrace
@@ -209,8 +211,7 @@ class TokenLogprobs:
     rank: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True):
     """The output of one step for one request.
 
     `token_ids` are the new tokens, already cut at stop tokens and limits. A stop token can only be the last and is not text;

@@ -20,7 +20,18 @@ from engine.sampling.device_choice import NodeChoice, NodeDraws
 from engine.utils.host_transfer import integers
 
 NO_DRAWS = NodeDraws((), ())
-Listener = Callable[[Int[Tensor, " T"]], None]  # called with the slots that a pass has written
+
+
+class WrittenSlots(Protocol):
+    """A batch whose pass has run."""
+
+    @property
+    def write_slots_T(self) -> Int[Tensor, " T"]:
+        """The slots that the pass has written, on the device."""
+        ...
+
+
+Listener = Callable[[WrittenSlots], None]
 
 
 class PassModel(Protocol):
@@ -80,7 +91,7 @@ class DirectPasses:
         """Return float32 logits of the packed tokens in `rows`."""
         logits_NV = self._model.forward(batch, self._cache, integers(rows, self._model.device))
         if self._listener is not None:
-            self._listener(batch.write_slots_T)
+            self._listener(batch)
         return logits_NV
 
 
@@ -111,7 +122,7 @@ class RecordedPasses:
             if chooses:
                 self._choices_N3[: len(logits_NV)] = device_choice.chosen_of_table(logits_NV, batch)
             if listener is not None:
-                listener(batch.write_slots_T)
+                listener(batch)
             return logits_NV
 
         columns = TableColumns(tokens=(0, 0, cache.dummy_slot), outputs=(0,) * (1 + device_choice.NUM_COLUMNS * chooses))

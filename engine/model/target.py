@@ -19,7 +19,7 @@ from engine.core.tree import ROOT, TokenTree
 from engine.kv_cache.canary import Canary
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
-from engine.model.passes import NO_DRAWS, DirectPasses, Passes, RecordedPasses
+from engine.model.passes import NO_DRAWS, DirectPasses, Passes, RecordedPasses, WrittenSlots
 from engine.model.traffic import Traffic, traffic_of
 from engine.sampling import device_choice
 from engine.sampling.argmax import RowArgMax
@@ -81,9 +81,9 @@ class Target:
         """What passes read and multiply. Valid after the first pass."""
         return traffic_of(self.model, self.cache)
 
-    def _report(self, write_slots_T: Int[Tensor, " T"]) -> None:
+    def _report(self, batch: WrittenSlots) -> None:
         for observer in self._observers:
-            observer.on_pass(write_slots_T)
+            observer.on_pass(batch.write_slots_T)
 
     def end_step(self, row: Row, path: Sequence[int] = (ROOT,)) -> None:
         """Drop the recurrent states that no later pass continues from: all of a row's kept tokens but the last.

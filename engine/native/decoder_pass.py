@@ -53,6 +53,14 @@ class Features:
     keeps: tuple[object, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _SharedAddresses:
+    """The addresses of a cache and of rotations, which later passes copy."""
+
+    rotations: tuple[Tables, ...]
+    addresses: library.Pass
+
+
 def cache_dtype(precision: str) -> torch.dtype:
     """Return the format of cached keys and values: float16 if inputs are rounded to integers, which is far coarser."""
     return torch.float16 if precision in QUANTISED else torch.float32
@@ -64,6 +72,7 @@ class Runner:
     def __init__(self, structure: library.Decoder, precision: str) -> None:
         self.structure, self.cache_dtype = structure, cache_dtype(precision)
         self._pools: WeakKeyDictionary[KVCache, dict[str, Any]] = WeakKeyDictionary()
+        self._shared: WeakKeyDictionary[KVCache, _SharedAddresses] = WeakKeyDictionary()
 
     def run(
         self,
@@ -83,21 +92,21 @@ class Runner:
         """
         shape, num_rows = self.structure, len(rows_N)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
-        largest_N, likeliest_N = np.empty(num_rows, dtype=np.float32), np.empty(num_rows, dtype=np.int64)
+        largest_N, likeliest_N = library.empty_array("f", num_rows), library.empty_array("q", num_rows)
         logits_NM, head_inputs_ND = torch.empty(num_rows, shape.head.num_outputs), torch.empty(num_rows, shape.width)
         pass_ = self.pass_over(batch, cache, rotations, slot_states)
         pass_.num_rows, pass_.rows = num_rows, rows_N.data_ptr()
         pass_.states, pass_.logits = head_inputs_ND.data_ptr(), logits_NM.data_ptr()
-        pass_.largest, pass_.likeliest = library.address(largest_N), library.address(likeliest_N)
-        pass_.kept = library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)])
+        pass_.largest, pass_.likeliest = library.address_of(largest_N), library.address_of(likeliest_N)
+        if after:
+            pass_.kept = library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)])
         if features is not None:
             pass_.features = ctypes.pointer(features.structure)
         if adapted is not None:
             pass_.adapters, pass_.most_rank = library.address(adapted[0]), adapted[1]
         library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
         cache.check_read(batch.flat.key_slots)
-        likeliest = list(zip(largest_N.tolist(), likeliest_N.tolist(), strict=True))
-        return Output(logits_NM, head_inputs_ND, after, likeliest)
+        return Output(logits_NM, head_inputs_ND, after, list(zip(largest_N, likeliest_N, strict=True)))
 
     def pass_over(
         self, batch: PackedBatch, cache: KVCache, rotations: Sequence[Tables], slot_states: SlotStates | None = None
@@ -119,8 +128,16 @@ class Runner:
         self, cache: KVCache, rotations: Sequence[Tables], pool_SD: Float[Tensor, "S D"] | None = None
     ) -> library.Pass:
         """Return the structure of a pass with the addresses of everything that does not depend on its tokens."""
+        shared = self._shared.get(cache)
+        if shared is None or any(one is not other for one, other in zip(shared.rotations, rotations, strict=True)):
+            self._shared[cache] = shared = _SharedAddresses(tuple(rotations), self._made_addresses(cache, rotations))
+        pass_ = library.Pass.from_buffer_copy(shared.addresses)
+        pass_.keeps = shared  # owns the arrays that the copy points at
+        pass_.pool = None if pool_SD is None else pool_SD.data_ptr()
+        return pass_
+
+    def _made_addresses(self, cache: KVCache, rotations: Sequence[Tables]) -> library.Pass:
         return library.Pass(
-            pool=None if pool_SD is None else pool_SD.data_ptr(),
             **self._pools_of(cache),
             cosines=library.pointers([cosines.data_ptr() for cosines, _ in rotations]),
             sines=library.pointers([sines.data_ptr() for _, sines in rotations]),

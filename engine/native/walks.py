@@ -6,17 +6,17 @@ Shape key: N rows of logits, V vocabulary.
 """
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.tree import TokenTree
 from engine.native import library
-from engine.native.distributions import KeptTokens, truncations_array
+from engine.native.distributions import KeptTokens
 
 
 class WalkedPath(NamedTuple):
@@ -44,25 +44,26 @@ def walks(
     num_nodes = firsts[-1]
     assert len(rows) == num_nodes
     assert len(temperatures) == len(keys) == num_trees
-    parents, tokens = (
-        chain.from_iterable(column) for column in zip(*((tree.parents, tree.token_ids) for tree in trees), strict=True)
-    )
-    numbers = np.array([*firsts, *rows, *parents, *tokens], dtype=np.int64)
-    keys_N = np.zeros(num_nodes, dtype=np.uint64)
-    for first, of_tree in zip(firsts, keys, strict=False):
-        keys_N[first : first + len(of_tree)] = of_tree
-    inverse_temperatures = 1.0 / np.array(temperatures, dtype=np.float32)
-    kept_B3 = truncations_array(truncations, num_trees)
-    found = np.empty(num_nodes + 2 * num_trees, dtype=np.int64)
-    begin, written = library.address(numbers), library.address(found)
+    # Python's own arrays: NumPy's take longer to make than the few numbers of plain decoding.
+    numbers, keys_N = array("q", firsts), array("Q")
+    numbers.extend(rows)
+    numbers.extend(chain.from_iterable(tree.parents for tree in trees))
+    numbers.extend(chain.from_iterable(tree.token_ids for tree in trees))
+    for tree, of_tree in zip(trees, keys, strict=True):
+        keys_N.extend(of_tree)
+        keys_N.extend((0,) * (tree.num_nodes - len(of_tree)))
+    inverse_temperatures = array("f", [1.0 / one for one in array("f", temperatures)])
+    kept_B3 = array("d", chain.from_iterable([KeptTokens()] * num_trees if truncations is None else truncations))
+    found = library.empty_array("q", num_nodes + 2 * num_trees)
+    begin, written = library.address_of(numbers), library.address_of(found)
     walked = library.Walked(
         firsts=begin,
         rows=begin + 8 * (num_trees + 1),
         parents=begin + 8 * (num_trees + 1 + num_nodes),
         tokens=begin + 8 * (num_trees + 1 + 2 * num_nodes),
-        keys=library.address(keys_N),
-        inverse_temperatures=library.address(inverse_temperatures),
-        truncations=library.address(kept_B3),
+        keys=library.address_of(keys_N),
+        inverse_temperatures=library.address_of(inverse_temperatures),
+        truncations=library.address_of(kept_B3),
         path=written,
         lengths=written + 8 * num_nodes,
         extras=written + 8 * (num_nodes + num_trees),
@@ -70,5 +71,5 @@ def walks(
     library.library().latebranch_walk(
         logits_NV.data_ptr(), logits_NV.shape[1], ctypes.byref(walked), num_trees, library.num_threads()
     )
-    path, ends = found.tolist(), zip(firsts, found[num_nodes:].reshape(2, -1).T.tolist(), strict=False)
-    return [WalkedPath(tuple(path[first : first + length]), extra_id) if length else None for first, (length, extra_id) in ends]
+    ends = zip(firsts, found[num_nodes : num_nodes + num_trees], found[num_nodes + num_trees :], strict=False)
+    return [WalkedPath(tuple(found[first : first + length]), extra) if length else None for first, length, extra in ends]

@@ -6,10 +6,11 @@ Shape key: U nodes of the union, N nodes of a tree, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.nn import functional
 
@@ -229,7 +230,7 @@ def merge_undrafted(forest: Forest, target_probs_MV: Tensor, truncations: Sequen
     is_known_V = (forest.draft_probs_RV > 0.0).any(0)
     known_C = is_known_V.nonzero()[:, 0]
     column_V = (is_known_V.cumsum(0) - 1).tolist()
-    trees = tuple(replace(tree, token_ids=(0, *(column_V[token_id] for token_id in tree.token_ids[1:]))) for tree in forest.trees)
+    trees = tuple(structs.replace(tree, token_ids=(0, *(column_V[one] for one in tree.token_ids[1:]))) for tree in forest.trees)
     drafted_RC = functional.pad(forest.draft_probs_RV.index_select(1, known_C), (0, 1))
     rest_M1 = target_probs_MV[:, ~is_known_V].sum(-1, keepdim=True)
     probs_MC = torch.cat([target_probs_MV.index_select(1, known_C), rest_M1], dim=-1)

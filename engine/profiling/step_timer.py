@@ -4,12 +4,12 @@ It runs in the engine's own, still empty caches, and leaves nothing in them that
 state that serves requests.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionChoice, PassSize, SequenceView, StepFeedback, StepWork
@@ -21,6 +21,7 @@ from engine.engine import Engine
 from engine.model.passes import NO_DRAWS
 from engine.model.target import Target
 from engine.native import library
+from engine.profiling.machine import machine_facts
 from engine.verify.dispatch import Judge, node_draws
 from engine.verify.forest import Forest
 
@@ -56,10 +57,7 @@ class StepTimer:
         """All that times depend on: machine, threads, library, models, number format. Times with equal facts are comparable."""
         info = self._info
         return {
-            "processor": library.processor() if info.device == "cpu" else torch.cuda.get_device_name(info.device),
-            "num_processors": str(os.cpu_count()),
-            "num_threads": str(library.num_threads()),
-            "torch": str(torch.__version__),
+            **machine_facts(info.device),
             "passes": library.digest() if self._target.model.native is not None else self._target.method,
             "fused": str(self._target.model.fused is not None),
             "same_bits": str(self._target.model.has_same_bits),
@@ -135,7 +133,7 @@ class StepTimer:
             self._has_context = True
             row = self._row(0, PassSize(1, _NUM_CONTEXT_SLOTS, 0))
             own = tuple(range(_NUM_CONTEXT_SLOTS))
-            self._target.forward(StepPlan(0, (replace(row, slots=own),)), (_paths(_NUM_CONTEXT_SLOTS, 0, _DEPTH),))
+            self._target.forward(StepPlan(0, (structs.replace(row, slots=own),)), (_paths(_NUM_CONTEXT_SLOTS, 0, _DEPTH),))
 
     def _synchronize(self) -> None:
         if self._target.model.device.type == "cuda":

@@ -39,7 +39,7 @@ class FairQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Queue a sequence in its group."""
-        group = self._groups.setdefault(sequence.request.group, _Group())
+        group = self._groups.setdefault(sequence.group, _Group())
         if not group.waiting:
             group.num_served = max(group.num_served, self._num_served_last)
         group.waiting.push(sequence)
@@ -70,11 +70,11 @@ class FairQueue:
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """Charge the group of a sequence for generated tokens."""
-        self._groups[sequence.request.group].num_served += num_tokens
+        self._groups[sequence.group].num_served += num_tokens
 
     def remove(self, sequence: Sequence) -> bool:
         """Remove a sequence. Return whether it was in the queue."""
-        queues = (self._returned, self._groups[sequence.request.group].waiting)
+        queues = (self._returned, self._groups[sequence.group].waiting)
         waiting = next((queue for queue in queues if sequence.request_id in queue), None)
         if waiting is not None:
             waiting.remove(sequence)

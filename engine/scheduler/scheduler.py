@@ -9,7 +9,8 @@ import logging
 from array import array
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+
+import msgspec
 
 from engine.core.cache_events import CacheEvent
 from engine.core.config import SchedulerConfig
@@ -32,8 +33,7 @@ _MOST_SCORED = 64  # prompt tokens per sequence and step if log-probabilities ar
 _MOST_BEHIND = 64  # tokens of a plain row that the drafter may lack before it is fed
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(msgspec.Struct, frozen=True):
     """The outcome of a row. `drafted_len` counts leading nodes of `path` whose keys the drafter has cached."""
 
     tree: TokenTree
@@ -42,8 +42,7 @@ class RowResult:
     drafted_len: int
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
+class Emission(msgspec.Struct, frozen=True):
     """Output tokens of one sequence, cut at stop tokens and limits, and the finish reason if it ends."""
 
     row: Row
@@ -109,7 +108,7 @@ class Scheduler:
     @property
     def waiting_adapters(self) -> tuple[str, ...]:
         """The LoRA adapters of sequences that hold no slots yet."""
-        return _adapters(set(self._by_id.values()).difference(self._running))
+        return _adapters(set(self._by_id.values()).difference(self._running)) if self._waiting else ()
 
     @property
     def has_work(self) -> bool:
@@ -152,7 +151,8 @@ class Scheduler:
     def admit(self) -> None:
         """Start waiting sequences in order while there are slots for their uncached tokens. Reuse cached prefixes."""
         for running in self._running:
-            self._extend_from_cache(running)
+            if running.num_uncached > 1 or running.draft_len < running.num_shared:  # else no block is left to find
+                self._extend_from_cache(running)
         promised = sum(running.num_uncached for running in self._running) if self._waiting else 0
         while len(self._running) < self._config.max_running and (sequence := self._waiting.first) is not None:
             if self._running and promised >= self.num_free:
@@ -393,7 +393,8 @@ class Scheduler:
         sequence.token_ids.extend(new_ids)
         self._waiting.charge(sequence, len(new_ids))
         path = result.path[: num_accepted + 1]  # a stop token or limit may cut it
-        self._keep(sequence, row.root_position, array("q", [row.slots[row.root_position + node] for node in path]))
+        if len(row.slots) > row.end:
+            self._keep(sequence, row.root_position, array("q", [row.slots[row.root_position + node] for node in path]))
         sequence.draft_len = self._draft_len_after(row, result)
         self._prefix_cache.publish(sequence)
         self._prefix_cache.mark_finite(sequence)

@@ -26,6 +26,7 @@ class Sequence:
 
     def __init__(self, request: Request, seed: int, verifier: str) -> None:
         self.request = request
+        self.request_id, self.group = request.request_id, request.group
         self.seed = seed
         self.verifier = verifier
         self.token_ids: list[int] = [*request.prompt_ids, *request.progress.token_ids]
@@ -38,11 +39,6 @@ class Sequence:
         self.arrival_s = time.monotonic()
         self.queued_s: float | None = None
         self._num_counted_prompt = _num_fed_before(request)
-
-    @property
-    def request_id(self) -> str:
-        """The id of the request."""
-        return self.request.request_id
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import msgspec
 from jaxtyping import Float
 from torch import Tensor
 
@@ -36,8 +37,7 @@ class Stopwatch:
         self._last = now
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutcome:
+class RowOutcome(msgspec.Struct, frozen=True):
     """A decoding row after the step. `offset` is the index of its root among the packed nodes.
 
     `sources` and, for a noise-aware tree, `node_values` describe the tree's nodes without the root. The tree took
@@ -96,13 +96,13 @@ class StepRecord:
     @property
     def num_target_tokens(self) -> int:
         """Packed tokens of the target's forward."""
-        certain = sum(len(row.certain_ids) for row in self.plan.rows)
-        return certain + sum(outcome.tree.num_nodes - 1 for outcome in self.outcomes)
+        certain = sum([len(row.certain_ids) for row in self.plan.rows])
+        return certain + sum([outcome.tree.num_nodes - 1 for outcome in self.outcomes])
 
     @property
     def num_emitted(self) -> int:
         """Tokens emitted in the step."""
-        return sum(len(outcome.emission.new_ids) for outcome in self.outcomes if outcome.emission)
+        return sum([len(outcome.emission.new_ids) for outcome in self.outcomes if outcome.emission])
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,36 +193,37 @@ def _counted(sources: Iterable[Iterable[DraftSource]]) -> dict[str, int]:
 
 def _by_label(expansions: Sequence[Expansion]) -> dict[str, int]:
     """Return the counts by label. Equal objects are grouped first, since creating a label is slow."""
-    distinct = {id(one): one for one in expansions}
-    labels = {key: one.label for key, one in distinct.items()}
-    return dict(Counter(labels[id(one)] for one in expansions))
+    distinct, counts = {id(one): one for one in expansions}, Counter[str]()
+    for key, count in Counter(map(id, expansions)).items():
+        counts[distinct[key].label] += count
+    return dict(counts)
 
 
 def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepStats:
     """Return the step's statistics. Gauges are the scheduler's state after the step."""
+    laps, rows, num_target_tokens = record.laps, record.plan.rows, record.num_target_tokens
     drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
     accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
-    tokens = [(outcome.expected_tokens, outcome.accepted_depth + 1) for outcome in record.outcomes]
-    predicted = [(expected, realised) for expected, realised in tokens if expected is not None]
-    laps, rows = record.laps, record.plan.rows
+    verdicts = [outcome.verdict for outcome in record.outcomes if isinstance(outcome.verdict, Verdict)]
+    predicted = [(one.expected_tokens, len(one.path)) for one in verdicts if one.expected_tokens is not None]
     return StepStats(
         step=record.plan.step,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
         num_used_slots=scheduler.num_used_slots,
         num_slots=scheduler.pool.num_slots,
-        num_prompt_tokens=sum(row.num_new_prompt_tokens for row in record.plan.rows),
+        num_prompt_tokens=sum([row.num_new_prompt_tokens for row in rows]),
         num_prefix_queries=record.plan.num_prefix_queries,
         num_prefix_hits=record.plan.num_prefix_hits,
         num_generated_tokens=record.num_emitted,
         num_drafts=len(drafted),
-        num_draft_tokens=sum(outcome.tree.num_nodes - 1 for outcome in drafted),
+        num_draft_tokens=sum([outcome.tree.num_nodes - 1 for outcome in drafted]),
         num_accepted_tokens=sum(accepted),
         num_decoding_rows=len(record.outcomes),
-        num_undraftable_rows=sum(not outcome.row.allows_drafts for outcome in record.outcomes),
-        num_target_tokens=record.num_target_tokens,
-        num_read_bytes=target.traffic.num_bytes(sum(row.end for row in rows)) if rows else 0,
-        num_operations=target.traffic.num_operations(record.num_target_tokens) if rows else 0,
+        num_undraftable_rows=sum([not outcome.row.allows_drafts for outcome in record.outcomes]),
+        num_target_tokens=num_target_tokens,
+        num_read_bytes=target.traffic.num_bytes(sum([row.end for row in rows])) if rows else 0,
+        num_operations=target.traffic.num_operations(num_target_tokens) if rows else 0,
         num_preemptions=record.plan.num_preempted,
         accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
         expansions=_by_label([outcome.row.expansion for outcome in record.outcomes]),

@@ -4,7 +4,8 @@ Knows which data of a step are traced. Does not know file formats or failures.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from engine.core.row_trace import TracedRow, TracedSampling, TreeProbs
 from engine.core.step_observer import StepObserver
@@ -56,7 +57,7 @@ def with_traces(
     if not rows:
         return tuple(events)
     by_request = {row.request_id: step_trace(stats, row, peaks) for row in rows}
-    return tuple(replace(event, trace=by_request.get(event.request_id)) for event in events)
+    return tuple(structs.replace(event, trace=by_request.get(event.request_id)) for event in events)
 
 
 def _traced_row(step: int, outcome: RowOutcome, probs: TreeProbs) -> TracedRow:

@@ -103,7 +103,8 @@ class Judge:
         self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, target: "_TargetLogits"
     ) -> list[Verdict]:
         part = forest if len(indices) == len(rows) else forest.subset(indices)
-        nodes = [node for i in indices for node in range(forest.offsets[i], forest.offsets[i + 1])]
+        offsets = forest.offsets
+        nodes = [node for i in indices for node in range(offsets[i], offsets[i + 1])]
         if rule == _GREEDY:
             return judge_greedy(part.trees, [target.best[node].token_id for node in nodes])
         if rule == _DEVICE_COUPLED:
@@ -190,8 +191,10 @@ def _chosen(
 
 def _split(found: Sequence[RowArgMax] | Sequence[NodeChoice]) -> tuple[Sequence[RowArgMax], Sequence[int]]:
     """Return arg maxes, and the coupled rule's tokens if they are known."""
+    if not (found and isinstance(found[0], NodeChoice)):
+        return found, ()  # type: ignore[return-value]
     choices = [one for one in found if isinstance(one, NodeChoice)]
-    return ([one.best for one in choices], [one.token_id for one in choices]) if choices else (found, ())  # type: ignore[return-value]
+    return [one.best for one in choices], [one.token_id for one in choices]
 
 
 def node_draws(rows: Sequence[Row], trees: Sequence[TokenTree]) -> NodeDraws:

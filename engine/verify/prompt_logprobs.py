@@ -5,10 +5,11 @@ scored once, even if it is fed again after a preemption. Shape key: S scored tok
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxtyping import Float
+from msgspec import structs
 from torch import Tensor
 
 from engine.core.step_plan import Row, StepPlan
@@ -77,5 +78,5 @@ def with_prompt_logprobs(events: Sequence[TokenEvent], scores: Mapping[str, tupl
     if not scores:
         return [*events]
     missing = scores.keys() - {event.request_id for event in events}
-    completed = [replace(event, prompt_logprobs=scores.get(event.request_id, ())) for event in events]
+    completed = [structs.replace(event, prompt_logprobs=scores.get(event.request_id, ())) for event in events]
     return [*completed, *(TokenEvent(name, prompt_logprobs=scores[name]) for name in scores if name in missing and scores[name])]

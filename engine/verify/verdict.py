@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from jaxtyping import Float
 from torch import Tensor
 
@@ -12,8 +13,7 @@ from engine.core.types import ErrorCode
 from engine.verify.forest import Forest
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """The accepted path, root first, and the extra token that follows it.
 
     `expected_tokens` is E[tau + 1 | tree]: the mean of `len(path)` over the verifier's own draws, given the tree and the

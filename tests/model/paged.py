@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from engine.attention.packing import Segment, pack
@@ -136,4 +137,4 @@ def with_tiles(batch: PagedBatch, column: int, change: int) -> PagedBatch:
 def causal(segment: Segment) -> Segment:
     """Return the segment with the mask of a chain in place of its tree's."""
     num_queries, num_tail = segment.tail_visible_TW.shape
-    return replace(segment, tail_visible_TW=np.tri(num_queries, num_tail, num_tail - num_queries, dtype=np.bool_))
+    return structs.replace(segment, tail_visible_TW=np.tri(num_queries, num_tail, num_tail - num_queries, dtype=np.bool_))

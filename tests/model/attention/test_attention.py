@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.attention import packing
 from engine.attention.packing import Group, pack
@@ -92,21 +93,21 @@ def long_scene():
 
 
 def causal_mask(segment):
-    return replace(segment, tail_visible_TW=np.tri(segment.num_tokens, dtype=np.bool_))
+    return structs.replace(segment, tail_visible_TW=np.tri(segment.num_tokens, dtype=np.bool_))
 
 
 def only_itself_seen(segment):
-    return replace(segment, tail_visible_TW=np.eye(segment.num_tokens, dtype=np.bool_))
+    return structs.replace(segment, tail_visible_TW=np.eye(segment.num_tokens, dtype=np.bool_))
 
 
 def positions_by_index(segment):
     first = segment.positions[0]
     positions = list(range(first, first + segment.num_tokens))
-    return replace(segment, positions=positions, tail_positions=positions)
+    return structs.replace(segment, positions=positions, tail_positions=positions)
 
 
 def keys_written_to_neighbours(segment):
-    return replace(segment, write_slots=[*segment.write_slots[1:], segment.write_slots[0]])
+    return structs.replace(segment, write_slots=[*segment.write_slots[1:], segment.write_slots[0]])
 
 
 def padding_seen(batch):

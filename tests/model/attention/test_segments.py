@@ -1,11 +1,10 @@
 """Segments of a chain and of a tree on its last token: visibility, positions, and the slots that are written."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.attention.packing import Segment
 from engine.attention.segments import chain_segment, tree_segment
@@ -48,25 +47,25 @@ def test_chain_is_a_root_at_its_end(certain_ids, context_len):
 
 
 def causal(segment):
-    return replace(segment, tail_visible_TW=np.tri(segment.num_tokens, dtype=np.bool_))
+    return structs.replace(segment, tail_visible_TW=np.tri(segment.num_tokens, dtype=np.bool_))
 
 
 def without_the_chain(segment):
     visible = segment.tail_visible_TW.copy()
     visible[3:, :2] = False
-    return replace(segment, tail_visible_TW=visible)
+    return structs.replace(segment, tail_visible_TW=visible)
 
 
 def by_index(segment):
-    return replace(segment, positions=range(segment.positions[0], segment.positions[0] + segment.num_tokens))
+    return structs.replace(segment, positions=range(segment.positions[0], segment.positions[0] + segment.num_tokens))
 
 
 def keys_by_index(segment):
-    return replace(segment, tail_positions=range(segment.positions[0], segment.positions[0] + segment.num_tokens))
+    return structs.replace(segment, tail_positions=range(segment.positions[0], segment.positions[0] + segment.num_tokens))
 
 
 def written_over_the_context(segment):
-    return replace(segment, write_slots=segment.key_slots[: segment.num_tokens])
+    return structs.replace(segment, write_slots=segment.key_slots[: segment.num_tokens])
 
 
 @pytest.mark.parametrize("mutant", [causal, without_the_chain, by_index, keys_by_index, written_over_the_context])

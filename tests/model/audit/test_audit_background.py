@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from engine.audit.auditor import Auditor, is_selected
 from engine.audit.background import AuditedEngine
@@ -219,7 +220,7 @@ def test_skipping_aborted_requests_flags_sound_engine(monkeypatch):
 
     def without_aborted(self, record, event):
         if event.finish is FinishReason.ABORT:
-            event = replace(event, finish=FinishReason.ERROR)
+            event = structs.replace(event, finish=FinishReason.ERROR)
         write(self, record, event)
 
     monkeypatch.setattr(Auditor, "_append", without_aborted)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.attention.packing import pack
 from engine.attention.segments import chain_segment
@@ -268,7 +269,7 @@ def test_plain_growth_is_roots_alone():
 
 def test_batch_of_chunks_only_feeds_the_drafter():
     """A drafter with a cache of its own is fed the chunk; its keys are there for the tree that comes later."""
-    chunk = replace(decoding_row((5, 6, 7, 8), Expansion(0, 1, 0)), is_decoding=False)
+    chunk = structs.replace(decoding_row((5, 6, 7, 8), Expansion(0, 1, 0)), is_decoding=False)
     drafter = model_drafter()
     grown = grow(growers_of(drafter, VOCAB_SIZE, CPU), [chunk])
     assert grown.forest.trees == ()
@@ -280,7 +281,10 @@ def test_batch_of_chunks_only_feeds_the_drafter():
 
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_batch_without_drafts_feeds_and_keeps_roots(is_traced):
-    rows = [replace(decoding_row((5, 9, 33), Expansion(0, 1, 0)), is_traced=is_traced), decoding_row((4,), Expansion(0, 1, 0))]
+    rows = [
+        structs.replace(decoding_row((5, 9, 33), Expansion(0, 1, 0)), is_traced=is_traced),
+        decoding_row((4,), Expansion(0, 1, 0)),
+    ]
     strategies = [strategy_of(row, Calibrations().of(row)) for row in rows]
     grown, expected = grow(growers_of(model_drafter(), 61, CPU), rows), grow_by(strategies, model_drafter(), rows, 61, CPU)
     assert grown.passes == expected.passes

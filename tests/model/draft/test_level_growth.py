@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 
 from engine.core.policy import FixedExpansion
@@ -106,7 +107,7 @@ def rows_of(seed: int, count: int) -> list[Row]:
         sampling, verifier = SAMPLING[kind % len(SAMPLING)]
         expansion = EXPANSIONS[tree % len(EXPANSIONS)]
         row = decoding_row((5, 6, 7), expansion, sampling, verifier, seed=seed + index, request_id=str(index))
-        made.append(replace(row, is_traced=index % 2 == 0))
+        made.append(structs.replace(row, is_traced=index % 2 == 0))
     return made
 
 
@@ -163,15 +164,15 @@ def test_edited_rows_grow_in_rounds(change):
     grower = LevelGrower(Levels(0, 3, False), V, CPU)
     row = decoding_row(sampling=replace(GREEDY, **change), verifier="coupled")
     assert not grower.can_grow([row])
-    assert grower.can_grow([replace(row, sampling=GREEDY)])
+    assert grower.can_grow([structs.replace(row, sampling=GREEDY)])
     assert not grower.can_grow([decoding_row(verifier="traversal")])
-    assert grower.can_grow([replace(row, expansion=parse_expansion("0.1.0"))])
+    assert grower.can_grow([structs.replace(row, expansion=parse_expansion("0.1.0"))])
 
 
 def test_many_levels_grow_in_rounds():
     """All are in memory together: a distribution of 150,000 tokens takes several megabytes to rank."""
     grower, row = LevelGrower(Levels(0, 3, False), V, CPU), decoding_row(sampling=GREEDY, verifier="coupled")
-    deep, plain = (replace(row, expansion=parse_expansion(tree)) for tree in ("16.1.0", "0.1.0"))
+    deep, plain = (structs.replace(row, expansion=parse_expansion(tree)) for tree in ("16.1.0", "0.1.0"))
     assert grower.can_grow([deep] * 16 + [plain] * 99)
     assert not grower.can_grow([deep] * 17)
 

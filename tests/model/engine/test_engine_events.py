@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 from engine import engine as engine_module
 from engine.core.config import SchedulerConfig
@@ -258,7 +259,7 @@ def test_numbers_add_up(config):
 def test_counts_detect_accepted_tokens_before_the_cut(monkeypatch):
     commit = Scheduler.commit
     monkeypatch.setattr(
-        Scheduler, "commit", lambda self, row, result: replace(commit(self, row, result), num_accepted=len(result.path))
+        Scheduler, "commit", lambda self, row, result: structs.replace(commit(self, row, result), num_accepted=len(result.path))
     )
     with pytest.raises(AssertionError):
         check_stats(run(perfect_engine(), [greedy("r", LONG)]), [greedy("r", LONG)])

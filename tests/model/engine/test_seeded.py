@@ -13,6 +13,7 @@ from itertools import accumulate, count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.rng_keys import StepKey, Stream, stream_key
@@ -154,7 +155,7 @@ def test_crowds_detect_noise_of_another_position(monkeypatch):
         noise_keys = [stream_key(key.seed, place, Stream.TOKEN) for key, place in zip(keys, places, strict=True)]
         scores_BV = probs_NV[ends].log() + gumbels(noise_keys, probs_NV.shape[-1])
         extra_ids = scores_BV.argmax(-1).tolist()
-        return [replace(verdict, extra_id=extra_id) for verdict, extra_id in zip(verdicts, extra_ids, strict=True)]
+        return [structs.replace(verdict, extra_id=extra_id) for verdict, extra_id in zip(verdicts, extra_ids, strict=True)]
 
     def by_probs(self, forest, probs_NV, keys):
         return reusing(honest(self, forest, probs_NV, keys), forest.trees, probs_NV, keys)

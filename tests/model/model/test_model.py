@@ -1,9 +1,8 @@
 """Models under our attention: their properties, and the refusal by name of models that cannot be driven exactly."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec import structs
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -129,7 +128,7 @@ def test_check_detects_broken_mask_in_bfloat16(family, monkeypatch):
 def test_check_detects_wrong_positions(monkeypatch):
     def by_index(*arguments):
         segment = tree_segment(*arguments)
-        return replace(segment, positions=range(segment.positions[0], segment.positions[0] + segment.num_tokens))
+        return structs.replace(segment, positions=range(segment.positions[0], segment.positions[0] + segment.num_tokens))
 
     monkeypatch.setattr(model_check, "tree_segment", by_index)
     with pytest.raises(UnsupportedModel, match="differs from the model's own"):

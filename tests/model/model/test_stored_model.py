@@ -263,7 +263,7 @@ def test_a_served_engine_steps_a_stored_model(tmp_path: Path, stored: list[str])
     assert engine.info.has_same_bits
     audited = build_served(replace(config, audit_share=0.5))
     assert stored == ["float32"], "an audited engine compares with the module"
-    assert audited.info.peaks is not None, "every start measures them"
+    assert audited.info.peaks is not None, "every served engine has them"
     assert replace(audited.info, peaks=None) == replace(engine.info, peaks=None)
 
 

@@ -1,5 +1,6 @@
 """The peaks of a roofline: measured over more than caches hold, by products of the model's kind."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,63 @@ def test_full_memory_leaves_peaks_out(error, monkeypatch, caplog):
     caplog.set_level("INFO")
     assert peaks.measured_peaks(adopt(tiny_module("llama"), CPU)) is None
     assert "peaks are not measured: none left" in caplog.text
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
+    monkeypatch.setitem(peaks._READ_BYTES, "cpu", 8 << 20)
+    return tmp_path
+
+
+def test_later_starts_read_the_peaks(own_cache, monkeypatch):
+    """Every start measured them for .28 s, although they are a function of the machine, the library and the kind of weights.
+
+    Another precision has other peaks.
+    """
+    model = adopt(tiny_module("llama"), CPU)
+    found = peaks.cached_peaks(model, "float32")
+    monkeypatch.setattr(peaks, "_measured", lambda _: Peaks(1.0, 2.0))
+    assert peaks.cached_peaks(adopt(tiny_module("llama"), CPU), "float32") == found
+    assert peaks.cached_peaks(model, "bfloat16") == Peaks(1.0, 2.0)
+    assert len(list((own_cache / "profiles").iterdir())) == 2
+
+
+@pytest.mark.parametrize("fact", ["processor", "num_threads"])
+def test_peaks_of_another_machine_are_measured(fact, own_cache, monkeypatch):
+    """A cache folder can be shared by machines, and the number of threads is a setting."""
+    model = adopt(tiny_module("llama"), CPU)
+    peaks.cached_peaks(model, "float32")
+    facts = peaks.machine_facts(CPU)
+    monkeypatch.setattr(peaks, "machine_facts", lambda _: facts | {fact: "another"})
+    monkeypatch.setattr(peaks, "_measured", lambda _: Peaks(1.0, 2.0))
+    assert peaks.cached_peaks(model, "float32") == Peaks(1.0, 2.0)
+
+
+def test_missing_memory_is_not_cached(own_cache, monkeypatch):
+    """The next start may have the memory."""
+    model, measured = adopt(tiny_module("llama"), CPU), peaks._measured
+
+    def full(_):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(peaks, "_measured", full)
+    assert peaks.cached_peaks(model, "float32") is None
+    monkeypatch.setattr(peaks, "_measured", measured)
+    assert peaks.cached_peaks(model, "float32") is not None
+
+
+@pytest.mark.parametrize("seconds", [[5, 4, 3, 2, 1, 1, 1, 1, 1], [1, 5, 5, 5, 5], [3, 3, 3, 1, 3, 3, 3, 3]])
+def test_runs_go_on_while_they_get_faster(seconds, monkeypatch):
+    """A cached peak is used for long: a busy machine's first runs must not decide it."""
+    now_s, runs = [0.0], iter(seconds)
+    monkeypatch.setattr(peaks.time, "perf_counter", lambda: now_s[0])
+
+    def run() -> None:
+        now_s[0] += next(runs)
+
+    assert peaks._most(peaks._Work(run, 60), CPU) == 60 / min(seconds)
+    assert next(runs, None) is None, "no run was missed"
 
 
 def test_a_step_reports_its_shares():

@@ -1,9 +1,9 @@
 """Predictions of verdicts hold: over whole runs the accepted depth + 1 agrees with E[tau + 1 | tree], tree by tree."""
 
 import math
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from engine.core.config import SchedulerConfig
 from engine.core.policy import FixedExpansion
@@ -89,7 +89,7 @@ class OffByOne(RecordingJudge):
 
     def judge(self, rows, forest, logits_NV, best=None):
         honest = super().judge(rows, forest, logits_NV, best)
-        return self._kept([replace(one, expected_tokens=one.expected_tokens - 1) for one in honest])
+        return self._kept([structs.replace(one, expected_tokens=one.expected_tokens - 1) for one in honest])
 
     def _kept(self, verdicts):
         self.verdicts[len(self.verdicts) - len(verdicts) :] = verdicts
@@ -101,7 +101,7 @@ class OfTheWrongTree(OffByOne):
 
     def judge(self, rows, forest, logits_NV, best=None):
         honest = RecordingJudge.judge(self, rows, forest, logits_NV, best)
-        return self._kept([replace(one, expected_tokens=honest[i - 1].expected_tokens) for i, one in enumerate(honest)])
+        return self._kept([structs.replace(one, expected_tokens=honest[i - 1].expected_tokens) for i, one in enumerate(honest)])
 
 
 class OfTheWholeTree(OffByOne):
@@ -110,7 +110,7 @@ class OfTheWholeTree(OffByOne):
     def judge(self, rows, forest, logits_NV, best=None):
         honest = RecordingJudge.judge(self, rows, forest, logits_NV, best)
         return self._kept(
-            [replace(one, expected_tokens=max(tree.depths) + 1) for one, tree in zip(honest, forest.trees, strict=True)]
+            [structs.replace(one, expected_tokens=max(tree.depths) + 1) for one, tree in zip(honest, forest.trees, strict=True)]
         )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.core.rng_keys import StepKey
 from engine.core.step_plan import Row
@@ -101,12 +102,12 @@ class SamplingOfTheFirst(Judge):
     """Uses one row's parameters for all."""
 
     def judge(self, rows, forest, logits_NV, best=None):
-        return super().judge([replace(row, sampling=rows[-1].sampling) for row in rows], forest, logits_NV, best)
+        return super().judge([structs.replace(row, sampling=rows[-1].sampling) for row in rows], forest, logits_NV, best)
 
 
 class KeyOfTheFirst(Judge):
     def judge(self, rows, forest, logits_NV, best=None):
-        return super().judge([replace(row, seed=rows[0].seed) for row in rows], forest, logits_NV, best)
+        return super().judge([structs.replace(row, seed=rows[0].seed) for row in rows], forest, logits_NV, best)
 
 
 @pytest.mark.parametrize("mutant", [Indifferent, BrokenTogether, FirstRootsOnly, SamplingOfTheFirst, KeyOfTheFirst])
@@ -207,7 +208,7 @@ def test_single_root_is_drawn_the_cheapest_way(sampling, own):
 @pytest.mark.parametrize("verifier", ["traversal", "nss"])
 def test_single_root_successors_follow_the_distribution(verifier):
     sampling, num = SamplingParams(temperature=0.8), 4000
-    rows = [replace(row, certain_ids=(1, 3)) for row in roots_of(sampling, verifier, num)]
+    rows = [structs.replace(row, certain_ids=(1, 3)) for row in roots_of(sampling, verifier, num)]
     forest = grow(growers_of(TableDrafter(TABLE), V, CPU), rows).forest
     logits_NV = target_logits(forest)
     distribution = dict(enumerate(probs_of(logits_NV[:1], [sampling])[0].tolist()))

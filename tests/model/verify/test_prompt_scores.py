@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 from engine.core.config import SchedulerConfig
 from engine.core.types import ErrorCode, FinishReason, Progress, Request, SamplingParams
@@ -67,9 +68,10 @@ def test_chunks_and_preemption_change_nothing():
 def reported_again(plan, trees):
     """All of a chunk, fed for the first time or not."""
     rows = [
-        replace(row, num_new_prompt_tokens=max(0, min(row.end, row.num_prompt_tokens) - row.context_len)) for row in plan.rows
+        structs.replace(row, num_new_prompt_tokens=max(0, min(row.end, row.num_prompt_tokens) - row.context_len))
+        for row in plan.rows
     ]
-    return _SCORED_BY(replace(plan, rows=tuple(rows)), trees)
+    return _SCORED_BY(structs.replace(plan, rows=tuple(rows)), trees)
 
 
 def after_the_token_itself(plan, trees):

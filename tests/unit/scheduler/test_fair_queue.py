@@ -23,7 +23,7 @@ class Fifo(FairQueue):
     """The mutant: all keys are one."""
 
     def push(self, sequence):
-        sequence.request = Request(sequence.request_id, sequence.request.prompt_ids)
+        sequence.group = ""
         super().push(sequence)
 
 
@@ -33,7 +33,7 @@ class ChargesNoKey(FairQueue):
     def pop(self):
         counts = {key: group.num_served for key, group in self._groups.items()}
         sequence = super().pop()
-        self._groups[sequence.request.group].num_served = counts[sequence.request.group]
+        self._groups[sequence.group].num_served = counts[sequence.group]
         return sequence
 
 
@@ -42,7 +42,7 @@ class CountsRequests(FairQueue):
 
     def pop(self):
         sequence = super().pop()
-        self._groups[sequence.request.group].num_served += 1 - sequence.num_uncached
+        self._groups[sequence.group].num_served += 1 - sequence.num_uncached
         return sequence
 
 

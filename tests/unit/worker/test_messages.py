@@ -2,12 +2,12 @@
 
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.core.tree import Expansion
 from engine.core.types import (
@@ -112,7 +112,7 @@ def test_a_codec_that_drops_logprobs_is_detected() -> None:
 
     def lossy(message: Command | WorkerEvent) -> bytes:
         assert isinstance(message, StepResult)
-        return encode_message(StepResult(tuple(replace(event, logprobs=()) for event in message.events), message.stats))
+        return encode_message(StepResult(tuple(structs.replace(event, logprobs=()) for event in message.events), message.stats))
 
     with pytest.raises(AssertionError):
         check_survives(StepResult((TokenEvent("r", (1,), (TokenLogprobs(-0.5),)),)), lossy)
