@@ -11,6 +11,7 @@ from engine.attention.paged.graph_recorder import CudaGraphs, GraphRefused, Unre
 from engine.attention.paged.graphs import GraphResources
 from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.core.config import EngineConfig, SchedulerConfig
+from engine.draft.checkpoints.chained import Eagle3Drafter
 from engine.draft.drafter import Drafter
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.head_drafter import HeadDrafter
@@ -76,7 +77,7 @@ def record(steps: GraphResources, limits: SchedulerConfig, target: Target, draft
     attend = target.model.attend
     if isinstance(drafter, ModelDrafter) and drafter.reads_tables:
         prepared.append(drafter.record(steps))
-    elif isinstance(drafter, HeadDrafter) and attend is not None:
+    elif isinstance(drafter, HeadDrafter | Eagle3Drafter) and attend is not None and drafter.kernel_reason is None:
         end = limits.max_model_len + limits.max_step_tokens  # of positions, including positions of drafted nodes
         prepared.append(drafter.record(steps, attend, end))
     return prepared

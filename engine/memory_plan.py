@@ -184,7 +184,7 @@ def _replay_bytes(config: EngineConfig, target: Configuration, device: torch.dev
     text, limits = target.get_text_config(), config.scheduler
     if why_not_replayed(config, target, device) is not None:
         return 0
-    num_models = 1 + (config.draft_model is not None or config.head is not None)
+    num_models = 1 + any(one is not None for one in (config.draft_model, config.head, config.checkpoint))
     rows = num_models * limits.max_step_tokens * text.vocab_size
     return int((rows + table_capacity(limits)) * torch.float32.itemsize)
 

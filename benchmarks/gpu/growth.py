@@ -1,20 +1,28 @@
-"""Growth of trees over levels that a drafter predicts at once: all levels ranked together, or round by round."""
+"""Growth of trees with one wait or with a wait for each level: over levels that a drafter predicts at once, and by a head."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from engine.attention.paged.graphs import GraphResources
 from engine.core.step_plan import Feeding, Row
 from engine.core.tree import Expansion
 from engine.core.types import SamplingParams
 from engine.draft.drafter import FrontierNode, LevelProposal, ModelPasses, Proposal
+from engine.draft.models.head import DraftHead, HeadShape
+from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.trees.calibration import Calibrations
-from engine.draft.trees.grow import LevelGrower, RoundGrower
+from engine.draft.trees.grow import DeviceGrower, LevelGrower, RoundGrower
 from engine.draft.trees.grower import TreeGrower
+from engine.model.causal_lm import CausalModel
 
 _TREE = Expansion(0, 8, 8, "noise_aware", 16)
 _ROOT = 40  # position
+_SLOTS = _ROOT + 1 + _TREE.max_nodes
+_SIZES = {"num_heads": 16, "num_kv_heads": 4, "head_size": 64, "intermediate": 4096}  # of a head
+_WIDTH, _KNOWN = 1024, 32_768  # of a head, and its tokens
 
 
 class RandomLevels:
@@ -57,7 +65,7 @@ def level_growers(device: torch.device, num_rows: int, is_tiny: bool) -> dict[st
     return {name: partial(grower.grow, rows, Calibrations(), None) for name, grower in growers.items()}
 
 
-def _row(index: int) -> Row:
+def _row(index: int, first_slot: int = 0) -> Row:
     return Row(
         request_id=str(index),
         context_len=_ROOT,
@@ -67,10 +75,33 @@ def _row(index: int) -> Row:
         draft_len=_ROOT,
         draft_ids=(),
         expansion=_TREE,
-        slots=tuple(range(_ROOT + 1 + _TREE.max_nodes)),
+        slots=tuple(range(first_slot, first_slot + _SLOTS)),
         sampling=SamplingParams(temperature=0.7),
         verifier="coupled",
         seed=index,
         history=(),
         num_prompt_tokens=0,
     )
+
+
+def head_growers(model: CausalModel, resources: GraphResources, num_rows: int, is_tiny: bool) -> dict[str, Callable[[], object]]:
+    """Return the growth of one step's trees by a random head, whose nodes are chosen by the host or on its device."""
+    device, attend, vocab_size = model.device, model.attend, model.vocab_size
+    assert attend is not None
+    width = model.embeddings_VD.shape[1]
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "intermediate": 96} if is_tiny else _SIZES
+    layers = tuple(sorted({1, max(1, model.depth // 2), model.depth}))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = DraftHead(HeadShape(width, layers, min(width, _WIDTH), **sizes), torch.arange(min(vocab_size, _KNOWN)))
+        torch.nn.init.normal_(head.widen.weight, std=3.0 * head.shape.width**-0.5)  # distributions with a few likely tokens
+    trees = [replace(_row(index, index * _SLOTS), draft_ids=(1,)) for index in range(num_rows)]
+    drafter = HeadDrafter("head", head.requires_grad_(False).eval(), model, num_rows * _SLOTS, precision=model.precision)
+    drafter.record(resources, attend, _SLOTS)
+    drafter.feed([replace(row, draft_len=0, draft_ids=(1,) * (_ROOT + 1)) for row in trees], [])
+    growers: dict[str, TreeGrower] = {
+        "rounds": RoundGrower(drafter, vocab_size, device),
+        "device": DeviceGrower.of(drafter, vocab_size, device),
+    }
+    assert all(grower.can_grow(trees) for grower in growers.values())
+    return {name: partial(grower.grow, trees, Calibrations(), None) for name, grower in growers.items()}

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from engine.attention.paged.graphs import GraphedFunction
 from engine.core.enums import Origin
 from engine.core.step_plan import Feeding, Row, SamplingContext
 from engine.core.tree import ROOT, TokenTree
@@ -197,6 +198,29 @@ class LevelDrafter(Protocol):
 
     def feed_levels(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> LevelProposal:
         """Feed the `draft_ids` of the rows and propose all levels after the roots."""
+        ...
+
+
+@dataclass(frozen=True)
+class LevelPasses:
+    """A drafter's recorded passes, for nodes that are chosen on its device: one output row for each token.
+
+    Keys are written at positions from `first_position` on. Padding writes to `dummy_slot`.
+    """
+
+    recordings: GraphedFunction
+    vocab: TrimmedVocabulary | None
+    dummy_slot: int
+    first_position: int = 0
+
+
+@runtime_checkable
+class RecordedDrafter(Drafter, Protocol):
+    """A drafter that can feed nodes which the host has not seen, once its passes are recorded."""
+
+    @property
+    def level_passes(self) -> LevelPasses | None:
+        """The passes, None if they are not recorded."""
         ...
 
 

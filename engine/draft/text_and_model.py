@@ -38,31 +38,31 @@ class CombinedDrafter(DrafterWithTextCache):
         super().__init__(texts)
         self.name = f"{model.name}+ngram" if texts.has_own_texts else model.name
         self.feeding = model.feeding
-        self._model = model
+        self.model = model
         self._vocab_size = vocab_size
         self._device = device
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
         """Track a request."""
         super().begin(request, history)
-        if isinstance(self._model, RequestFollower):
-            self._model.begin(request, history)
+        if isinstance(self.model, RequestFollower):
+            self.model.begin(request, history)
 
     def advance(self, running: Iterable[str]) -> bool:
         """Learn the committed tokens of these requests; return whether a long chain may start after one of them."""
         running = [*running]
-        model_has_news = isinstance(self._model, RequestFollower) and self._model.advance(running)
+        model_has_news = isinstance(self.model, RequestFollower) and self.model.advance(running)
         return super().advance(running) or model_has_news
 
     def end(self, request_id: str) -> None:
         """Stop tracking a request."""
         super().end(request_id)
-        if isinstance(self._model, RequestFollower):
-            self._model.end(request_id)
+        if isinstance(self.model, RequestFollower):
+            self.model.end(request_id)
 
     def native_grower(self) -> NativeTreeGrower | None:
         """Return the model's grower of ranked trees, with cached text added."""
-        grower = self._model.native_grower() if isinstance(self._model, HasNativeGrower) else None
+        grower = self.model.native_grower() if isinstance(self.model, HasNativeGrower) else None
         return None if grower is None else replace(grower, texts=self.texts)
 
     @property
@@ -76,7 +76,7 @@ class CombinedDrafter(DrafterWithTextCache):
         queries = [_Query(root, index) for index, (root, one) in enumerate(zip(roots, cached, strict=True)) if not _is_sure(one)]
         deferred = self._deferred_rows(roots, cached)
         fed = [row for row in rows if row.request_id not in deferred]
-        of_model = self._model.feed(fed, [query.node for query in queries]) if fed else None
+        of_model = self.model.feed(fed, [query.node for query in queries]) if fed else None
         sure = {index for index, one in enumerate(cached) if _is_sure(one)}
         unfed = {index for index in sure if not self._can_catch_up or roots[index].tree.row.request_id in deferred}
         return self._proposal(cached, _model_rows(queries, of_model), of_model, unfed)
@@ -97,7 +97,7 @@ class CombinedDrafter(DrafterWithTextCache):
         cached = distributions_at(self.texts, frontier)
         queries = list(self._queries(frontier, cached))
         late_passes = self._feed_late_roots(queries)
-        of_model = self._model.extend([query.node for query in queries]) if queries else None
+        of_model = self.model.extend([query.node for query in queries]) if queries else None
         for place in of_model.indices if of_model is not None else ():
             if queries[place].index is None:
                 queries[place].node.tree.fed.add(queries[place].node.node)
@@ -123,7 +123,7 @@ class CombinedDrafter(DrafterWithTextCache):
         if not trees:
             return ModelPasses()
         roots = [FrontierNode(tree, ROOT, 1) for tree in trees.values()]
-        fed = self._model.feed([tree.row for tree in trees.values()], roots)
+        fed = self.model.feed([tree.row for tree in trees.values()], roots)
         for tree in trees.values():
             tree.fed.add(ROOT)
         return fed.passes

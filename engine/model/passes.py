@@ -126,7 +126,7 @@ class RecordedPasses:
             return logits_NV
 
         columns = TableColumns(tokens=(0, 0, cache.dummy_slot), outputs=(0,) * (1 + device_choice.NUM_COLUMNS * chooses))
-        self._recordings = GraphedFunction(steps, columns, run, model.vocab_size, model.memories)
+        self.recordings = GraphedFunction(steps, columns, run, model.vocab_size, model.memories)
 
     @property
     def method(self) -> str:
@@ -136,7 +136,7 @@ class RecordedPasses:
     def run(self, batch: PackedBatch, rows: Sequence[int], draws: NodeDraws = NO_DRAWS) -> Float[Tensor, "N V"]:
         """Return float32 logits of the packed tokens in `rows`; the first of them have `draws`."""
         outputs = [rows, *draws.columns(len(rows))] if self.chooses else [rows]
-        logits_NV = self._recordings.replay(batch, outputs=outputs)
+        logits_NV = self.recordings.replay(batch, outputs=outputs)
         self._latest = None if logits_NV is None or not self.chooses or draws is NO_DRAWS else ref(logits_NV)
         return self._direct.run(batch, rows) if logits_NV is None else logits_NV
 
@@ -147,4 +147,4 @@ class RecordedPasses:
 
     def prepare(self) -> None:
         """Record the shapes that are not recorded yet."""
-        self._recordings.prepare()
+        self.recordings.prepare()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.core.sampling_limits import MIN_TEMPERATURE
@@ -95,16 +95,38 @@ def is_typical(params: SamplingParams) -> bool:
     return params.typical_p < 1.0
 
 
+class Truncations(NamedTuple):
+    """Top-k (the vocabulary's size for all), top-p and min-p of rows, on their device."""
+
+    top_k_N1: Int[Tensor, "N 1"]
+    top_p_N1: Float[Tensor, "N 1"]
+    min_p_N1: Float[Tensor, "N 1"]
+
+
 def _truncated(probs_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Keep the tokens that top-k, top-p and min-p allow and renormalise."""
     vocab_size = probs_NV.shape[-1]
     top_ks = [min(params.top_k or vocab_size, vocab_size) for params in sampling]
+    limits = Truncations(
+        integers(top_ks, probs_NV.device)[:, None],
+        column([params.top_p for params in sampling], probs_NV),
+        column([params.min_p for params in sampling], probs_NV),
+    )
     most_k = max((top_k for top_k in top_ks if top_k < vocab_size), default=0)
     for num_candidates in (*(first for first in _FIRST_CANDIDATES if most_k <= first < vocab_size), vocab_size):
-        edges = _edges(probs_NV, sampling, top_ks, num_candidates)
+        edges = _edges(probs_NV, limits, num_candidates)
         if num_candidates == vocab_size or not bool(edges.may_be_lower_N.any()):
             break
-    kept_NV = torch.where(probs_NV >= edges.least_N1, probs_NV, 0.0)
+    return _kept_above(probs_NV, edges.least_N1)
+
+
+def truncated_among(probs_NV: Float[Tensor, "N V"], limits: Truncations, num_candidates: int) -> Float[Tensor, "N V"]:
+    """Return truncated rows without a wait for the device. What a row keeps is among so many of its likeliest tokens."""
+    return _kept_above(probs_NV, _edges(probs_NV, limits, min(num_candidates, probs_NV.shape[-1])).least_N1)
+
+
+def _kept_above(probs_NV: Tensor, least_N1: Tensor) -> Tensor:
+    kept_NV = torch.where(probs_NV >= least_N1, probs_NV, 0.0)
     return kept_NV / kept_NV.sum(-1, keepdim=True)
 
 
@@ -115,23 +137,20 @@ class _Edges(NamedTuple):
     may_be_lower_N: Tensor
 
 
-def _edges(probs_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequence[int], num_candidates: int) -> _Edges:
+def _edges(probs_NV: Tensor, limits: Truncations, num_candidates: int) -> _Edges:
     """Find each row's edge among its likeliest candidates.
 
     A row whose top-k is the whole vocabulary is normalised by its whole mass, so its edge is right with any number of candidates.
     """
     values_NC = probs_NV.topk(num_candidates, dim=-1).values
-    top_k_N1 = integers(top_ks, probs_NV.device)[:, None]
-    is_allowed_NC = values_NC >= values_NC.gather(-1, top_k_N1.clamp(max=num_candidates) - 1)
+    is_allowed_NC = values_NC >= values_NC.gather(-1, limits.top_k_N1.clamp(max=num_candidates) - 1)
     allowed_NC = torch.where(is_allowed_NC, values_NC, 0.0)
-    is_uncut_N1 = top_k_N1 == probs_NV.shape[-1]
+    is_uncut_N1 = limits.top_k_N1 == probs_NV.shape[-1]
     before_NC = allowed_NC.cumsum(-1)  # its last column is the mass: a sum could round otherwise with other numbers of candidates
     mass_N1 = torch.where(is_uncut_N1, probs_NV.sum(-1, keepdim=True), before_NC[:, -1:])
     before_NC = (before_NC - allowed_NC) / mass_N1
-    top_p_N1 = column([params.top_p for params in sampling], probs_NV)
-    min_p_N1 = column([params.min_p for params in sampling], probs_NV)
-    is_nucleus_NC = (before_NC < top_p_N1) | (top_p_N1 >= 1.0)
-    is_kept_NC = is_allowed_NC & is_nucleus_NC & (values_NC >= min_p_N1 * values_NC[:, :1])
+    is_nucleus_NC = (before_NC < limits.top_p_N1) | (limits.top_p_N1 >= 1.0)
+    is_kept_NC = is_allowed_NC & is_nucleus_NC & (values_NC >= limits.min_p_N1 * values_NC[:, :1])
     least_N1 = values_NC.gather(-1, is_kept_NC.sum(-1, keepdim=True).clamp(min=1) - 1)
     return _Edges(least_N1, torch.where(is_uncut_N1[:, 0], is_kept_NC[:, -1], is_allowed_NC[:, -1]))
 

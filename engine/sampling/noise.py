@@ -36,9 +36,16 @@ def uniforms(keys: Sequence[int], count: int, device: torch.device | str = "cpu"
 
 def uniforms_of(keys_K: Int[Tensor, " K"], count: int) -> Float[Tensor, "K count"]:
     """Return the same draws of signed keys in a tensor, on its device."""
-    state = keys_K[:, None]
-    counter = torch.arange(1, count + 1, dtype=torch.int64, device=keys_K.device)[None, :]
-    bits = state + counter * signed(GOLDEN)
+    return _uniforms_at(keys_K, torch.arange(count, dtype=torch.int64, device=keys_K.device))
+
+
+def gumbels_of(keys_K: Int[Tensor, " K"], ids_M: Int[Tensor, " M"]) -> Float[Tensor, "K M"]:
+    """Return the Gumbel noise of these tokens for signed keys in a tensor, on its device, with the bits of `gumbels` there."""
+    return -torch.log(-torch.log(_uniforms_at(keys_K, ids_M)))
+
+
+def _uniforms_at(keys_K: Int[Tensor, " K"], indices_C: Int[Tensor, " C"]) -> Float[Tensor, "K C"]:
+    bits = keys_K[:, None] + (indices_C + 1) * signed(GOLDEN)
     bits = (bits ^ _shifted(bits, 30)) * signed(MIX_1)
     bits = (bits ^ _shifted(bits, 27)) * signed(MIX_2)
     bits = bits ^ _shifted(bits, 31)

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,6 +58,12 @@ def arrays(values: Sequence[NDArray[np.int64]], device: torch.device) -> list[Te
     together = _to_device(torch.from_numpy(np.concatenate([array.ravel() for array in values])), device)
     parts = together.split_with_sizes([array.size for array in values])
     return [part.view(array.shape) for part, array in zip(parts, values, strict=True)]
+
+
+def array_of(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor's numbers on the host: one transfer."""
+    found: NDArray[Any] = tensor.numpy(force=True)
+    return found
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -64,11 +64,18 @@ def unsupported_reason(device: torch.device, head_size: int, num_shared: int, dt
         return "triton is not installed"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} has a compute capability below {'.'.join(map(str, _LEAST_CAPABILITY))}"
+    if (reason := size_reason(head_size, num_shared)) is not None:
+        return reason
+    return None if dtype in _DTYPES else f"{dtype} is not supported"
+
+
+def size_reason(head_size: int, num_shared: int) -> str | None:
+    """Return why the kernel does not support heads of a size, None if it does."""
     if head_size > _LARGEST_HEAD:
         return f"heads of {head_size} are larger than {_LARGEST_HEAD}"
     if head_size * num_shared > _LARGEST_SHARED:
         return f"{num_shared} heads of {head_size} that share their keys do not fit a block"
-    return None if dtype in _DTYPES else f"{dtype} is not supported"
+    return None
 
 
 class Heads(NamedTuple):

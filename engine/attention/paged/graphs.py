@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.attention.packing import PackedBatch, pack
@@ -36,6 +37,20 @@ class GraphResources:
     recorder: Recorder
 
 
+@dataclass(frozen=True)
+class TablePass:
+    """A recorded pass of one shape over the table that is loaded, which can be edited on the device before each run.
+
+    A run overwrites `rows_NM`, the rows of the output tokens of the shape.
+    """
+
+    table: Int[Tensor, " _"]
+    shape: Shape
+    columns: TableColumns
+    rows_NM: Float[Tensor, "N M"]
+    run: Callable[[], None]
+
+
 class GraphedFunction:
     """A function over tables, recorded on the first use of a shape or in `prepare`, and again after a memory was added.
 
@@ -50,7 +65,7 @@ class GraphedFunction:
         width: int,
         memories: Sequence[PassMemory] = (),
     ) -> None:
-        self._steps, self._columns, self._run, self._memories = steps, columns, run, memories
+        self._steps, self.columns, self._run, self._memories = steps, columns, run, memories
         self._device = steps.buffer.table.device
         self._replays: dict[Shape, Callable[[], list[Tensor | None]]] = {}
         self._num_memories = len(memories)  # when the replays were recorded
@@ -64,19 +79,52 @@ class GraphedFunction:
 
         `tokens` are columns in addition to the batch's own, `outputs` those of the output tokens.
         """
-        shape = self._steps.shapes.shape_of(batch.num_tokens, len(outputs[0]))
-        if shape is None or not self._steps.buffer.load(table_of(batch, shape, self._columns, tokens, outputs)):
+        shape = self.shape_of(batch.num_tokens, len(outputs[0]))
+        if shape is None or not self.load(batch, shape, tokens, outputs):
             return None
         self._replay(shape)
         with torch.inference_mode():
             return self._rows_NM[: len(outputs[0])].clone()
 
+    def load(self, batch: PackedBatch, shape: Shape, tokens: Sequence[Numbers] = (), outputs: Sequence[Numbers] = ()) -> bool:
+        """Copy a batch's table to the device, and run nothing; return whether it fits."""
+        return self._steps.buffer.load(table_of(batch, shape, self.columns, tokens, outputs))
+
+    def shape_of(self, num_tokens: int, num_outputs: int) -> Shape | None:
+        """Return the shape to which a pass is padded; None if it exceeds all shapes."""
+        return self._steps.shapes.shape_of(num_tokens, num_outputs)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tables."""
+        return self._device
+
+    @property
+    def width(self) -> int:
+        """Columns of the rows."""
+        return self._rows_NM.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Length of the longest table."""
+        return len(self._steps.buffer.table)
+
+    def pass_of(self, shape: Shape) -> TablePass:
+        """Return the pass of a shape over whichever table is loaded."""
+        rows_NM = self._rows_NM[: shape.num_outputs]
+        return TablePass(self._steps.buffer.table, shape, self.columns, rows_NM, partial(self._replay, shape))
+
+    @property
+    def recorder(self) -> Recorder:
+        """The recorder, for functions that run between these passes."""
+        return self._steps.recorder
+
     def prepare(self) -> None:
         """Record every shape that has not been recorded, over padding alone."""
         nothing = pack([], self._device)
-        others = [()] * (len(self._columns.tokens) - len(nothing.tokens_3T))
+        others = [()] * (len(self.columns.tokens) - len(nothing.tokens_3T))
         for shape in self._steps.shapes.all:
-            table = table_of(nothing, shape, self._columns, others, [()] * len(self._columns.outputs))
+            table = table_of(nothing, shape, self.columns, others, [()] * len(self.columns.outputs))
             if self._is_new(shape) and self._steps.buffer.load(table):
                 self._replay(shape)
 
@@ -95,6 +143,6 @@ class GraphedFunction:
 
     @torch.inference_mode()
     def _run_once(self, shape: Shape) -> list[Tensor | None]:
-        batch = PagedBatch(self._steps.buffer.table, shape, self._columns)
+        batch = PagedBatch(self._steps.buffer.table, shape, self.columns)
         self._rows_NM[: shape.num_outputs] = self._run(batch)
         return [memory.kept() for memory in self._memories]

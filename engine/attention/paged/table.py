@@ -157,6 +157,14 @@ def _tiles(batch: PackedBatch, shape: Shape, head_len: int, first_words: NDArray
     return tiles
 
 
+def tail_places(batch: PackedBatch, shape: Shape, columns: TableColumns) -> NDArray[np.int64]:
+    """Return where in a batch's table each segment's tail begins: its key slots, its positions and its seen bits, [B, 3]."""
+    _, keys, tails, _ = batch.flat.table
+    first_key, first_word = columns.head_len(shape), _tails(batch).first_words
+    slots = first_key + keys[1:] - np.diff(tails)
+    return np.stack([slots, first_key + keys[-1] + tails[:-1], first_key + first_word], axis=1)
+
+
 @dataclass(frozen=True)
 class PagedBatch:
     """A table on the device, read by its shape and columns."""

@@ -12,12 +12,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.attention.packing import Segment, pack
+from engine.attention.paged.attention import Attend, PagedContext, size_reason
+from engine.attention.paged.graphs import GraphedFunction, GraphResources
+from engine.attention.paged.table import WRITE_SLOTS, PagedBatch, TableColumns
 from engine.attention.segments import chain_segment, level_segment
 from engine.attention.tree_attention import GatheredAttention
 from engine.core.step_plan import Row
 from engine.draft.checkpoints.eagle3 import Eagle3Network
 from engine.draft.checkpoints.target_features import FeatureDrafter
-from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
+from engine.draft.drafter import FrontierNode, LevelPasses, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.models.drafter_segments import trees_of_level
 from engine.kv_cache.canary import Canary
 from engine.kv_cache.kv_cache import KVCache
@@ -36,6 +39,35 @@ class Eagle3Drafter(FeatureDrafter):
         ids = shape.vocab.ids
         self._vocab = None if ids is None else TrimmedVocabulary(integers(ids, target.device), shape.vocab.size)
         self.fed_only_share = network.fed_only_share
+        self._recordings: GraphedFunction | None = None
+
+    @property
+    def kernel_reason(self) -> str | None:
+        """Why the kernel cannot attend with its heads, None if it can."""
+        layers = self._network.shape.layers
+        return size_reason(layers.head_size, layers.num_heads // layers.num_kv_heads)
+
+    def record(self, steps: GraphResources, attend: Attend, end: int) -> GraphedFunction:
+        """Replay passes over positions below `end` from now on; return the recordings, which the caller must prepare."""
+        network, pool, cache, shape = self._network, self._pool, self._cache, self._network.shape
+        columns = TableColumns(tokens=(0, 0, cache.dummy_slot, pool.zero_row), outputs=(0, pool.padding_row))
+
+        def run(batch: PagedBatch) -> Float[Tensor, "P M"]:
+            (ids_T, positions_T, _, previous_T), (places_P, slots_P) = batch.tokens, batch.outputs
+            fed = pool.read(previous_T), ids_T, network.rotation(positions_T, end)
+            logits_PM, states_PW = network(*fed, places_P, PagedContext(batch, cache, attend), None)
+            pool.write(slots_P, states_PW)
+            return logits_PM  # type: ignore[no-any-return]
+
+        self._recordings = GraphedFunction(steps, columns, run, shape.vocab.num_known)
+        return self._recordings
+
+    @property
+    def level_passes(self) -> LevelPasses | None:
+        """The recorded passes, if there are any."""
+        if self._recordings is None:
+            return None
+        return LevelPasses(self._recordings, self._vocab, self._cache.dummy_slot, first_position=1)
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed committed tokens with the target's features; propose at the roots. A root without a token before it has none."""
@@ -76,10 +108,21 @@ class Eagle3Drafter(FeatureDrafter):
         num_known = self._network.shape.vocab.num_known
         if not segments:
             return Proposal((), torch.empty(0, num_known, device=self._target.device), vocab=self._vocab)
-        with torch.inference_mode():
-            logits_PM = self._logits(segments, previous_slots, places, queried)
+        if (logits_PM := self._replayed(segments, previous_slots, places)) is None:
+            with torch.inference_mode():
+                logits_PM = self._logits(segments, previous_slots, places, queried)
         passes = ModelPasses.one(len(previous_slots), len(places), self.fed_only_share)
         return Proposal(tuple(indices), logits_PM, passes=passes, vocab=self._vocab)
+
+    def _replayed(
+        self, segments: Sequence[Segment], previous_slots: Sequence[int], places: Sequence[int]
+    ) -> Float[Tensor, "P M"] | None:
+        """Return the logits from a recorded pass, or None if no pass of this size is recorded."""
+        if self._recordings is None:
+            return None
+        batch = pack(segments, self._target.device)
+        slots = batch.tokens_3T[WRITE_SLOTS][[*places]]
+        return self._recordings.replay(batch, tokens=[previous_slots], outputs=[places, slots])
 
     def _logits(
         self, segments: Sequence[Segment], previous_slots: Sequence[int], places: Sequence[int], queried: Sequence[Segment]

@@ -66,11 +66,12 @@ class Eagle3Network(nn.Module):
         rotation_TR: Float[Tensor, "T R"],
         places_P: Int[Tensor, " P"] | None,
         context: AttentionContext,
-        last_context: AttentionContext,
+        last_context: AttentionContext | None,
     ) -> tuple[Float[Tensor, "P M"], Float[Tensor, "P W"]]:
         """Feed tokens, each with the state before it. Return the logits at `places_P`, and the states that their children read.
 
-        Only the keys of other tokens are needed, so the last layer attends for these tokens alone, by `last_context`.
+        Only the keys of other tokens are needed, so the last layer attends for these tokens alone, by `last_context`. Without
+        one it attends for all of them.
         """
         for index, layer in enumerate(self._layers):
             x, residual_TW = self._read(index, layer, states_TW, ids_T)
@@ -78,12 +79,13 @@ class Eagle3Network(nn.Module):
             context.cache.write(index, context.write_slots_T, key, value)
             is_last = index == len(self.layers) - 1
             wanted = places_P if is_last else None
-            query_PHGK = layer.queries(taken(x, wanted), taken(rotation_TR, wanted))
-            if not len(query_PHGK):
-                attended = query_PHGK.flatten(1)
+            scoring = Scoring(self.shape.layers.head_size**-0.5, layer.window)
+            if is_last and last_context is None:
+                attended = taken(context.attended(index, layer.queries(x, rotation_TR), scoring), wanted)
             else:
-                scaling, used = self.shape.layers.head_size**-0.5, last_context if is_last else context
-                attended = used.attended(index, query_PHGK, Scoring(scaling, layer.window))
+                query_PHGK = layer.queries(taken(x, wanted), taken(rotation_TR, wanted))
+                used = last_context if is_last and last_context is not None else context
+                attended = used.attended(index, query_PHGK, scoring) if len(query_PHGK) else query_PHGK.flatten(1)
             states_TW = layer.after_attention(taken(residual_TW, wanted), attended)
         normed_PW = self.last_norm(states_TW)
         return self.output(normed_PW).float(), normed_PW if self.shape.feeds_normed else states_TW

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from engine.attention.packing import Segment, pack
 from engine.attention.paged.graphs import GraphResources
 from engine.core.step_plan import Feeding, Row
-from engine.draft.drafter import FrontierNode, ModelPasses, Proposal
+from engine.draft.drafter import FrontierNode, LevelPasses, ModelPasses, Proposal
 from engine.draft.models.drafter_segments import fed_segments, level_segments, places_of_roots
 from engine.draft.models.vocab_padding import RepaddedModel
 from engine.kv_cache.kv_cache import KVCache
@@ -35,6 +35,12 @@ class ModelDrafter:
         """Replay passes from now on; return the recordings, which the caller must prepare."""
         self._passes = recorded = RecordedPasses(self._model, self._cache, steps)
         return recorded
+
+    @property
+    def level_passes(self) -> LevelPasses | None:
+        """The recorded passes, if there are any."""
+        passes = self._passes
+        return LevelPasses(passes.recordings, None, self._cache.dummy_slot) if isinstance(passes, RecordedPasses) else None
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed committed tokens; propose at the roots."""

@@ -21,12 +21,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.attention.packing import Segment, pack
-from engine.attention.paged.attention import Attend
+from engine.attention.paged.attention import Attend, size_reason
 from engine.attention.paged.graphs import GraphedFunction, GraphResources
 from engine.attention.paged.table import WRITE_SLOTS, PagedBatch, TableColumns
 from engine.attention.segments import chain_segment
 from engine.core.step_plan import Feeding, Row
-from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
+from engine.draft.drafter import FrontierNode, LevelPasses, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.models.drafter_segments import fed_segments, level_segments, places_of_roots
 from engine.draft.models.feature_pool import FeaturePool, FedTokens
 from engine.draft.models.head import DraftHead, HeadShape
@@ -62,6 +62,7 @@ class HeadDrafter:
     ) -> None:
         _require_fit(head.shape, head.vocab_M, target)
         self.name = name
+        self._shape = head.shape
         self._device = target.device
         embeddings_VD = target.embeddings_VD
         self._vocab = TrimmedVocabulary(head.vocab_M.to(self._device, torch.int64), target.vocab_size)
@@ -95,6 +96,11 @@ class HeadDrafter:
         native.keep_features(cache, self._head.features(after))
         return True
 
+    @property
+    def kernel_reason(self) -> str | None:
+        """Why the kernel cannot attend with its heads, None if it can."""
+        return size_reason(self._shape.head_size, self._shape.num_heads // self._shape.num_kv_heads)
+
     def record(self, steps: GraphResources, attend: Attend, end: int) -> GraphedFunction:
         """Replay passes over positions below `end` from now on; return the recordings, which the caller must prepare."""
         head, pool, cache = self._head, self._pool, self._cache
@@ -106,6 +112,11 @@ class HeadDrafter:
 
         self._recordings = GraphedFunction(steps, columns, run, len(self._vocab.ids_M))
         return self._recordings
+
+    @property
+    def level_passes(self) -> LevelPasses | None:
+        """The recorded passes, if there are any."""
+        return None if self._recordings is None else LevelPasses(self._recordings, self._vocab, self._cache.dummy_slot)
 
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
         """Store the features of a pass of the target."""

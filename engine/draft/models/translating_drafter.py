@@ -26,7 +26,7 @@ from engine.attention.packing import Segment, pack
 from engine.attention.segments import chain_segment
 from engine.core.step_plan import Feeding, Row
 from engine.core.types import Request
-from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
+from engine.draft.drafter import FrontierNode, LevelPasses, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.token_map import TokenMap, TranslatedText
 from engine.kv_cache.kv_cache import KVCache
@@ -108,6 +108,11 @@ class TranslatingDrafter(ModelDrafter):
         self._texts: dict[str, _Text] = {}
         self._stored: OrderedDict[int, _Text] = OrderedDict()  # of ended requests, the least recent first
         self._num_stored = 0
+
+    @property
+    def level_passes(self) -> LevelPasses | None:
+        """None: a node's proposals are those of a text in other tokens."""
+        return None
 
     # The life of a request
 

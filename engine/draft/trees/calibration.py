@@ -168,13 +168,13 @@ class AgreementWeights:
         self.noise_weight = min(max(noise, lowest), highest)
 
 
-_MIN_PROB = 1e-40  # keeps the logarithm finite where a probability was rounded to zero
+MIN_PROB = 1e-40  # keeps the logarithm finite where a probability was rounded to zero
 
 
 def _features(probs: Sequence[float], noise: Sequence[float], temperature: float) -> NDArray[np.float64]:
     """Return log q and the noise of each token, at the scale of temperature 1. [S, W]"""
     features_SW = np.zeros((len(probs), 2))
-    features_SW[:, 0] = temperature * np.log(np.maximum(probs, _MIN_PROB))
+    features_SW[:, 0] = temperature * np.log(np.maximum(probs, MIN_PROB))
     if len(noise):
         features_SW[:, 1] = np.multiply(temperature, noise)
     return features_SW

@@ -8,17 +8,19 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from engine.core.step_plan import Row
 from engine.core.tree import ROOT, TokenTree
-from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, LevelDrafter, ModelPasses, Proposal
+from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, LevelDrafter, ModelPasses, Proposal, RecordedDrafter
+from engine.draft.text.text_cache import TextCache
 from engine.draft.trees.best_first import BestFirst
 from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_probs
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
+from engine.draft.trees.device_growth import DeviceGrowth, DeviceOffers
 from engine.draft.trees.grower import (
     Growth,
     NodeValues,
@@ -51,9 +53,19 @@ def growers_of(drafter: Drafter | None, vocab_size: int, device: torch.device) -
     native = drafter.native_grower() if isinstance(drafter, HasNativeGrower) else None
     own: TreeGrower | None = drafter if isinstance(drafter, TreeGrower) else native
     has_waits = device.type != "cpu"  # which cost more than the ranking of levels that a tree does not reach
-    if own is None and has_waits and isinstance(drafter, LevelDrafter):
-        own = LevelGrower(drafter, vocab_size, device)
+    if own is None and has_waits:
+        own = _grower_without_waits(drafter, vocab_size, device)
     return (feeder, *([own] if own else ()), RoundGrower(drafter, vocab_size, device))
+
+
+def _grower_without_waits(drafter: Drafter, vocab_size: int, device: torch.device) -> TreeGrower | None:
+    """Return the grower that waits once for a step's trees, None if there is none for the drafter."""
+    if isinstance(drafter, HasModel):
+        of_model = _grower_without_waits(drafter.model, vocab_size, device)
+        return None if of_model is None else ModelAloneGrower(of_model, drafter.texts)
+    if isinstance(drafter, LevelDrafter):
+        return LevelGrower(drafter, vocab_size, device)
+    return DeviceGrower.of(drafter, vocab_size, device) if isinstance(drafter, RecordedDrafter) else None
 
 
 def grow(
@@ -128,6 +140,65 @@ class LevelGrower:
         del grammars  # a row with a grammar edits its logits
         strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
         offers = _OffersByLevel(self.drafter, [row for row in rows if row.draft_ids])
+        return _grown(strategies, offers, self.vocab_size, self.device)
+
+
+@runtime_checkable
+class HasModel(Protocol):
+    """A drafter that combines cached text with a model."""
+
+    texts: TextCache
+    model: Drafter
+
+
+@dataclass(frozen=True)
+class ModelAloneGrower:
+    """Grows trees by the model of a combined drafter where cached text predicts nothing after any root.
+
+    A drafted path may end on cached text nevertheless, which the model's tree does not use.
+    """
+
+    of_model: TreeGrower
+    texts: TextCache
+
+    def can_grow(self, rows: Sequence[Row]) -> bool:
+        """Return whether the model can grow all trees of a step, and nothing is cached for their roots."""
+        if not self.of_model.can_grow(rows):
+            return False
+        drafting = (row for row in rows if row.is_decoding and not row.expansion.is_plain)
+        return all(self.texts.distribution_after(row, ()) is None for row in drafting)
+
+    def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
+        """Feed the model the missing tokens and grow every decoding row's tree by its strategy."""
+        return self.of_model.grow(rows, calibrations, grammars)
+
+
+@dataclass(frozen=True)
+class DeviceGrower:
+    """Grows ranked trees with a drafter's recorded passes, whose nodes are chosen on the device: one wait for numbers."""
+
+    drafter: RecordedDrafter
+    vocab_size: int
+    device: torch.device
+    growth: DeviceGrowth
+
+    @classmethod
+    def of(cls, drafter: RecordedDrafter, vocab_size: int, device: torch.device) -> "DeviceGrower":
+        """Return the grower."""
+        return cls(drafter, vocab_size, device, DeviceGrowth(drafter))
+
+    def can_grow(self, rows: Sequence[Row]) -> bool:
+        """Return whether passes are recorded for all trees of a step."""
+        return self.growth.can_grow(rows)
+
+    def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
+        """Feed the drafter the missing tokens and grow every decoding row's tree by its strategy."""
+        del grammars  # a row with a grammar edits its logits
+        strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
+        feeding = [row for row in rows if row.draft_ids]
+        offers: _Offers = _OffersByPass(self.drafter, feeding, None)
+        if self.growth.fits(rows, calibrations):
+            offers = DeviceOffers(self.growth, feeding, calibrations)
         return _grown(strategies, offers, self.vocab_size, self.device)
 
 

@@ -12,11 +12,16 @@ from engine.attention.paged.buffer import TableBuffer
 from engine.attention.paged.graphs import GraphResources
 from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.attention.segments import chain_segment
+from engine.core.tree import parse_expansion
+from engine.core.types import SamplingParams
+from engine.draft.trees.calibration import Calibrations
+from engine.draft.trees.grow import DeviceGrower
 from engine.model.causal_lm import CausalModel, adopt
 from engine.testing import tiny_engine, tiny_module
 from tests.model.attention.test_static_steps import LIMITS
 from tests.model.heads import drafter_of, head_engine, learnt_head
 from tests.model.passes import CPU
+from tests.model.rows import decoding_row
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim", "bincount")
 BRINGS = ("lift_fresh", "lift_fresh_copy")  # torch.tensor(..)
@@ -85,6 +90,26 @@ def test_head_pass_and_its_features_are_capturable():
     of_target = recording.watched.num_operations
     drafter_of(engine).record(steps, nothing, LIMITS.max_model_len).prepare()
     assert recording.watched.num_operations > of_target + 20
+    assert recording.watched.seen == []
+
+
+@pytest.mark.parametrize("tree", ["3.2.2", "noise_aware.8.4.4"])
+def test_rounds_of_growth_are_capturable(tree):
+    """All that chooses nodes between the passes of levels, for rows of every kind."""
+    recording = Recording()
+    engine = head_engine(learnt_head(), target_of("llama"), config=LIMITS)
+    steps = GraphResources(TableBuffer(1 << 14, CPU), PaddingShapes(32), recording)
+    drafter_of(engine).record(steps, nothing, LIMITS.max_model_len).prepare()
+    of_passes = recording.watched.num_operations
+    grower = DeviceGrower.of(drafter_of(engine), engine.info.vocab_size, CPU)
+    kinds = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9, top_k=9))
+    rows = [
+        decoding_row((5, 6, 7), parse_expansion(tree), sampling, "coupled", request_id=str(index), first_slot=20 * index)
+        for index, sampling in enumerate(kinds)
+    ]
+    grown = grower.grow(rows, Calibrations(), None)
+    assert grown.passes.num_passes >= 3
+    assert recording.watched.num_operations > of_passes + 100
     assert recording.watched.seen == []
 
 

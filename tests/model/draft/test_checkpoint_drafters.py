@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.attention.paged.buffer import TableBuffer
+from engine.attention.paged.graph_recorder import Unrecorded
+from engine.attention.paged.graphs import GraphResources
+from engine.attention.paged.padding_shapes import PaddingShapes
+from engine.attention.paged.reference import attend
 from engine.attention.segments import chain_segment
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionPolicy, FixedExpansion
@@ -328,3 +333,19 @@ RECORDED = children._recorded_probs
 def test_recorded_distributions_detect_mutants(where, name, mutant, tmp_path, monkeypatch):
     monkeypatch.setattr(where, name, mutant)
     assert recorded_error(tmp_path, "eagle3") > 1e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name.startswith("eagle3")])
+def test_recorded_passes_draft_the_same(name, family, tmp_path):
+    """Over tables and padded, as a GPU replays them: equal texts, and as many accepted tokens."""
+    runs = []
+    for is_recorded in (False, True):
+        engine = checkpoint_engine(tmp_path / str(is_recorded), name, RandomExpansion(3), CROWDED, model(family))
+        if is_recorded:
+            assert isinstance(engine.drafter, Eagle3Drafter)
+            steps = GraphResources(TableBuffer(1 << 14, CPU), PaddingShapes(CROWDED.max_step_tokens), Unrecorded())
+            engine.drafter.record(steps, attend, CROWDED.max_model_len).prepare()
+        session = run(engine, REQUESTS)
+        runs.append((session.texts(), sum(one.num_accepted_tokens for one in session.stats)))
+    assert runs[0] == runs[1]

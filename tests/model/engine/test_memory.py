@@ -143,7 +143,7 @@ def test_head_keeps_its_states_and_feature_inputs(precision, config, tmp_path):
     config = replace(config, drafter="head", draft_model=None, head=str(tmp_path / "head"), draft_dtype=precision)
     combined = build_engine(config).drafter
     assert isinstance(combined, CombinedDrafter)
-    drafter = combined._model
+    drafter = combined.model
     assert isinstance(drafter, HeadDrafter)
     assert isinstance(drafter._head, NativeHead)
     num_slots = config.scheduler.num_slots + 1
