@@ -48,7 +48,7 @@ Array = NDArray[np.float64]
 
 _FOLDS = 3
 _RIDGE = 0.001  # of the number of training roots, for standardised columns
-_EPOCHS, _RATE, _BATCH, _WIDTHS = 12, 1e-3, 64, (256, 32)
+_EPOCHS, _LEAST_UPDATES, _RATE, _BATCH, _WIDTHS = 12, 600, 1e-3, 64, (256, 32)
 _RULE = "coupled"
 
 
@@ -227,13 +227,17 @@ def _counting(known: Known, train: NDArray[np.int64], tested: NDArray[np.int64])
 
 
 def _linear(known: Known, train: NDArray[np.int64], tested: NDArray[np.int64]) -> NDArray[np.int64]:
-    mean, deviation = known.features_RX[train].mean(0), known.features_RX[train].std(0) + 1e-6
-    x = np.pad((known.features_RX - mean) / deviation, ((0, 0), (0, 1)), constant_values=1.0)
-    gram = x[train].T @ x[train] + _RIDGE * len(train) * np.eye(x.shape[1])
-    tokens, seconds = (
-        x[tested] @ np.linalg.solve(gram, x[train].T @ truth[train]) for truth in (known.tokens_RK, known.seconds_RK)
-    )
+    truth = np.concatenate([known.tokens_RK, known.seconds_RK], axis=1)
+    tokens, seconds = np.split(ridge_predictions(known.features_RX, truth, train, tested), 2, axis=1)
     return most_over_all(tokens, _clipped(seconds, known, train))
+
+
+def ridge_predictions(x_RX: Array, truth_RY: Array, train: NDArray[np.int64], tested: NDArray[np.int64]) -> Array:
+    """Return the test roots' values by ridge regression on standardised features."""
+    mean, deviation = x_RX[train].mean(0), x_RX[train].std(0) + 1e-6
+    x = np.pad((x_RX - mean) / deviation, ((0, 0), (0, 1)), constant_values=1.0)
+    gram = x[train].T @ x[train] + _RIDGE * len(train) * np.eye(x.shape[1])
+    return np.asarray(x[tested] @ np.linalg.solve(gram, x[train].T @ truth_RY[train]))
 
 
 def _clipped(seconds: Array, known: Known, train: NDArray[np.int64]) -> Array:
@@ -243,30 +247,35 @@ def _clipped(seconds: Array, known: Known, train: NDArray[np.int64]) -> Array:
 def _network(known: Known, train: NDArray[np.int64], tested: NDArray[np.int64]) -> NDArray[np.int64]:
     """Predict tokens and seconds from all features of roots."""
     x = np.concatenate([known.features_RX, known.states_RX], axis=1)
-    y = np.concatenate([known.tokens_RK, known.seconds_RK], axis=1)
-    (x_mean, x_deviation), (y_mean, y_deviation) = ((one[train].mean(0), one[train].std(0) + 1e-6) for one in (x, y))
+    truth = np.concatenate([known.tokens_RK, known.seconds_RK], axis=1)
+    tokens, seconds = np.split(network_predictions(x, truth, train, tested), 2, axis=1)
+    return most_over_all(tokens, _clipped(seconds, known, train))
+
+
+def network_predictions(x_RX: Array, truth_RY: Array, train: NDArray[np.int64], tested: NDArray[np.int64]) -> Array:
+    """Return the test roots' values by a small network on standardised features."""
+    (x_mean, x_deviation), (y_mean, y_deviation) = ((one[train].mean(0), one[train].std(0) + 1e-6) for one in (x_RX, truth_RY))
     inputs, truth = (
         torch.from_numpy((one - mean) / deviation).float()
-        for one, mean, deviation in ((x, x_mean, x_deviation), (y, y_mean, y_deviation))
+        for one, mean, deviation in ((x_RX, x_mean, x_deviation), (truth_RY, y_mean, y_deviation))
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         wide, narrow = _WIDTHS
         net = nn.Sequential(
-            *(nn.Dropout(0.3), nn.Linear(x.shape[1], wide), nn.LayerNorm(wide), nn.GELU()),
-            *(nn.Dropout(0.3), nn.Linear(wide, narrow), nn.GELU(), nn.Linear(narrow, y.shape[1])),
+            *(nn.Dropout(0.3), nn.Linear(x_RX.shape[1], wide), nn.LayerNorm(wide), nn.GELU()),
+            *(nn.Dropout(0.3), nn.Linear(wide, narrow), nn.GELU(), nn.Linear(narrow, truth_RY.shape[1])),
         )
         optimiser = torch.optim.AdamW(net.parameters(), _RATE, weight_decay=0.05)
-        for _ in range(_EPOCHS):
+        for _ in range(max(_EPOCHS, -(-_LEAST_UPDATES * _BATCH // len(train)))):
             for rows in torch.split(torch.from_numpy(train)[torch.randperm(len(train))], _BATCH):
                 loss = (net(inputs[rows]) - truth[rows]).square().mean()
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()
     with torch.inference_mode():
-        predicted = net.eval()(inputs[torch.from_numpy(tested)]).double().numpy() * y_deviation + y_mean
-    tokens, seconds = np.split(predicted, 2, axis=1)
-    return most_over_all(tokens, _clipped(seconds, known, train))
+        predicted = net.eval()(inputs[torch.from_numpy(tested)]).double().numpy()
+    return np.asarray(predicted * y_deviation + y_mean)
 
 
 def _own_chances(known: Known, train: NDArray[np.int64], tested: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001

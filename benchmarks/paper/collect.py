@@ -1,24 +1,26 @@
 """Measures roots: the exact E[tau + 1 | tree] of every verifier on every shape, and the agreement of the models by depth.
 
-Texts are written by the target. A text's roots are appended to the file together, so an interrupted run is continued.
+Texts are written by the target, several at a time. A text's roots are appended to the file together, so an interrupted run is
+continued. The seeds of a root's trees depend on its text and place alone.
 """
 
+import hashlib
 import json
+import os
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.paper.design import CHAIN, FAMILIES, HEAPS, NUM_DRAWS, SHAPES, Family, Pair
+from benchmarks.paper.design import CHAIN, FAMILIES, HEAPS, SHAPES, Pair
 from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.core.policy import ExpansionPolicy, FixedExpansion, RootSource
 from engine.core.tree import Expansion
 from engine.core.types import SamplingParams
-from engine.draft.trees.calibration import Calibrations
 from engine.engine import Engine
 from engine.profiling.counterfactual import Counterfactual, NestedPoint, TreeSpec
 from engine.profiling.step_timer import StepTimer
@@ -34,6 +36,7 @@ from server.text.chat_ids import chat_ids
 
 _ALL_SHAPES = (*SHAPES, *HEAPS)
 _FED_SHARE = np.array([fed_share(one) for one in _ALL_SHAPES])
+_AT_A_TIME = 8  # texts
 
 
 @dataclass(frozen=True)
@@ -53,56 +56,56 @@ class Roots:
     def __init__(self, engine: Engine, costs: CostModel) -> None:
         self._counterfactual, self._costs = Counterfactual(engine), costs
         self._verifiers = {name: create_verifier(name) for family in FAMILIES for name in family.verifiers}
-        self._seeds = count(1 << 20)
 
-    def text(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
-        """Return a prompt with the target's continuation."""
-        return self._counterfactual.generate([(prompt, sampling)])[0]
+    def texts(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[tuple[int, ...]]:
+        """Return each prompt with the target's continuation."""
+        return self._counterfactual.generate(prompts)
 
-    def of_text(self, text: Sequence[int], num_prompt: int, sampling: SamplingParams, amount: Amount) -> Iterator[dict[str, Any]]:
+    def of_text(
+        self, name: str, text: Sequence[int], num_prompt: int, sampling: SamplingParams, amount: Amount
+    ) -> Iterator[dict[str, Any]]:
         """Yield the measurements of each root."""
         self._counterfactual.load(text)
         for point in [*range(num_prompt + 1, len(text) - 1, amount.stride)][: amount.most_roots]:
-            yield {"point": point, **self._root(point, sampling)}
+            yield {"point": point, **self._root(f"{name}-{point}", point, sampling)}
 
-    def _root(self, point: int, sampling: SamplingParams) -> dict[str, Any]:
-        draws = [(family, next(self._seeds)) for family in FAMILIES for _ in range(NUM_DRAWS)]
-        specs = [TreeSpec(family.whole, family.verifiers[-1], seed) for family, seed in draws]
-        nested = self._counterfactual.nested(point, SHAPES, specs, sampling)
-        heaps, num_rounds = self._heaps(point, draws, sampling)
-        found: dict[str, Any] = {"tokens": {}, "seconds": {}}
-        for index, (family, _) in enumerate(draws):
-            nodes = [float(cut.tree.num_nodes - 1) for cut in nested.truncations[index]]
-            depths = [float(shape.max_depth) for shape in SHAPES]
-            seconds = self._seconds(point, sampling, nodes + [float(heap.max_nodes) for heap in HEAPS], depths + num_rounds)
-            found["seconds"].setdefault(family.name, []).append(seconds)
-            for name in family.verifiers:
-                tokens = [one.tokens for one in nested.tokens(index, self._verifiers[name])]
-                of_heaps = heaps[index].get(name, [None] * len(HEAPS))
-                found["tokens"].setdefault(f"{name}/{family.name}", []).append(_rounded([*tokens, *of_heaps]))
-        return {**found, **_by_depth(nested)}
-
-    def _heaps(
-        self, point: int, draws: Sequence[tuple[Family, int]], sampling: SamplingParams
-    ) -> tuple[list[dict[str, list[float]]], list[float]]:
-        """Return the tokens of the heaps of each draw by verifier, and the mean rounds in which each heap grew."""
-        specs = [
+    def _root(self, name: str, point: int, sampling: SamplingParams) -> dict[str, Any]:
+        seeds = [int.from_bytes(hashlib.sha256(f"{name}-{family.name}".encode()).digest()[:4]) for family in FAMILIES]
+        specs = [TreeSpec(family.whole, family.verifiers[-1], seed) for family, seed in zip(FAMILIES, seeds, strict=True)]
+        of_heaps = [
             TreeSpec(heap, "coupled" if family.name == "ranked" else "traversal", seed)
-            for family, seed in draws
+            for family, seed in zip(FAMILIES, seeds, strict=True)
             for heap in HEAPS
         ]
-        whole = self._counterfactual.point(point, specs, sampling, Calibrations())
-        found: list[dict[str, list[float]]] = []
-        for draw, (family, _) in enumerate(draws):
-            of_draw: dict[str, list[float]] = {}
-            for name in family.heap_verifiers:
-                for index in range(draw * len(HEAPS), (draw + 1) * len(HEAPS)):
-                    forest, key = whole.growth.forest.subset([index]), whole.rows[index].key
-                    verdict = self._verifiers[name].judge(forest, whole.target_probs_NV(index), [key])[0]
-                    of_draw.setdefault(name, []).append(verdict.expected_tokens or float(len(verdict.path)))
-            found.append(of_draw)
-        rounds = np.array(whole.growth.rounds, dtype=np.float64).reshape(len(draws), len(HEAPS))
-        return found, [float(one) for one in rounds.mean(0)]
+        nested = self._counterfactual.nested(point, SHAPES, specs, sampling, of_heaps)
+        rounds = np.array(nested.others.growth.rounds if nested.others else (), dtype=np.float64).reshape(len(specs), len(HEAPS))
+        found: dict[str, Any] = {"tokens": {}, "seconds": {}}
+        for index, family in enumerate(FAMILIES):
+            nodes = [float(cut.tree.num_nodes - 1) for cut in nested.truncations[index]]
+            depths = [float(shape.max_depth) for shape in SHAPES]
+            sizes = nodes + [float(heap.max_nodes) for heap in HEAPS], depths + rounds.mean(0).tolist()
+            found["seconds"][family.name] = self._seconds(point, sampling, *sizes)
+            for name in family.verifiers:
+                tokens: list[float | None] = [one.tokens for one in nested.tokens(index, self._verifiers[name])]
+                tokens += self._of_heaps(nested, index, name) if name in family.heap_verifiers else [None] * len(HEAPS)
+                found["tokens"][f"{name}/{family.name}"] = _rounded(tokens)
+        return {**found, **_by_depth(nested), **self._features(point, specs[0], sampling)}
+
+    def _of_heaps(self, nested: NestedPoint, family: int, verifier: str) -> list[float]:
+        """Return the tokens of the heaps of a family."""
+        heaps, found = nested.others, []
+        assert heaps is not None
+        for index in range(family * len(HEAPS), (family + 1) * len(HEAPS)):
+            forest, key = heaps.growth.forest.subset([index]), heaps.rows[index].key
+            verdict = self._verifiers[verifier].judge(forest, heaps.target_probs_NV(index), [key])[0]
+            found.append(verdict.expected_tokens or float(len(verdict.path)))
+        return found
+
+    def _features(self, point: int, spec: TreeSpec, sampling: SamplingParams) -> dict[str, Any]:
+        """Return what a selector knows before drafting: scalars, and the states of both models."""
+        facts = self._counterfactual.facts(point, replace(spec, expansion=Expansion(1, 1, 0)), sampling)
+        states = np.concatenate([facts.target_BD[0], facts.draft_BW[0]]).astype("<f2")
+        return {"scalars": _rounded(facts.scalars_BS[0].tolist()), "states": b64encode(states.tobytes()).decode()}
 
     def _seconds(self, point: int, sampling: SamplingParams, nodes: Sequence[float], passes: Sequence[float]) -> list[float]:
         """Return the predicted seconds of a step with each tree over those of plain decoding."""
@@ -148,14 +151,25 @@ def collect(pair: Pair, prompts: Mapping[str, Sequence[str]], amount: Amount, ou
         return
     engine, costs = measured_engine(pair.engine_config())
     roots, tokenizer = Roots(engine, costs), load_tokenizer(resolve(engine.info.name).folder)
-    with progress_bar(texts, what=pair.name, total=len(texts), unit="text") as bar:
-        for name, kind, prompt, sampling in bar:
-            ids = chat_ids(tokenizer, prompt)
-            text = roots.text(ids, replace(sampling, max_tokens=amount.max_tokens))
-            facts = {"text": name, "kind": kind, "temperature": sampling.temperature, "top_p": sampling.top_p}
-            lines = [{**facts, **root} for root in roots.of_text(text, len(ids), replace(sampling, seed=None), amount)]
-            with out.open("a") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in lines or [facts]))
+    batches = [texts[first : first + _AT_A_TIME] for first in range(0, len(texts), _AT_A_TIME)]
+    with progress_bar(batches, what=pair.name, total=len(batches), unit="batch") as bar:
+        for batch in bar:
+            prompted = [chat_ids(tokenizer, prompt) for _, _, prompt, _ in batch]
+            requests = [replace(sampling, max_tokens=amount.max_tokens) for *_, sampling in batch]
+            written = roots.texts([*zip(prompted, requests, strict=True)])
+            for (name, kind, _, sampling), ids, text in zip(batch, prompted, written, strict=True):
+                facts = {"text": name, "kind": kind, "temperature": sampling.temperature, "top_p": sampling.top_p}
+                found = roots.of_text(name, text, len(ids), replace(sampling, seed=None), amount)
+                _append(out, [{**facts, **root} for root in found] or [facts])
+
+
+def _append(out: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Append lines in one write."""
+    file = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    finally:
+        os.close(file)
 
 
 def measured_engine(config: EngineConfig) -> tuple[Engine, CostModel]:

@@ -12,7 +12,6 @@ from engine.weights.references import find_preset
 from server.settings import load_settings
 
 MOST_NODES = 12
-NUM_DRAWS = 2  # trees a root and family: one chooses a shape for the oracle, the other measures it
 ROOT_BRANCHED = tuple(
     Expansion(0, branches, depth) if branches > 1 else Expansion(depth, 1, 0)
     for branches, depth in [(1, 2), (1, 4), (1, 6), (1, 8), (1, 12), (2, 2), (2, 4), (2, 6), (3, 2), (3, 4), (4, 3), (6, 2)]
@@ -62,6 +61,7 @@ class Pair:
     name: str
     config: str
     presets: tuple[str, ...]
+    dtype: str = "float32"
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -71,7 +71,9 @@ class Pair:
 
     def engine_config(self) -> EngineConfig:
         """Return the configuration without cached text: its trees replace passes of the model."""
-        config = load_settings(Path(self.config), {"policy": "adaptive", "verifier": "coupled"}).to_tool_config()
+        config = load_settings(
+            Path(self.config), {"policy": "adaptive", "verifier": "coupled", "dtype": self.dtype}
+        ).to_tool_config()
         return replace(config, cached_text=False)
 
 
@@ -79,7 +81,7 @@ PAIRS = {
     one.name: one
     for one in (
         Pair("smollm2-head", "configs/default.yaml", ("smollm2-135m",)),
-        Pair("qwen-head", "configs/qwen-coder-head.yaml", ("qwen2.5-coder-1.5b",)),
-        Pair("qwen-0.5b", "configs/qwen-coder.yaml", ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b")),
+        Pair("qwen-head", "configs/qwen-coder-head.yaml", ("qwen2.5-coder-1.5b",), "compact"),
+        Pair("qwen-0.5b", "configs/qwen-coder.yaml", ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"), "compact"),
     )
 }

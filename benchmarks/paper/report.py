@@ -1,7 +1,7 @@
 """From roots to tables. A shape is chosen on two thirds of the prompts and measured on the rest, each third in turn.
 
 Intervals are percentiles of a bootstrap over prompts, paired: both sides of a difference have the same roots. Shape key: R roots,
-D draws, M shapes, C prompts, B resamples. A resample chooses its shapes anew.
+M shapes, C prompts, B resamples. A resample chooses its shapes anew, but selectors are not trained anew.
 """
 
 import csv
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks.paper.design import DELAYED, FAMILIES, HEAPS, MOST_NODES, ROOT_BRANCHED, SHAPES
 from benchmarks.paper.figure import draw_depths
+from benchmarks.paper.selectors import WAYS, prompt_of, with_choices
 from benchmarks.roots import folds, most_over_all
 
 Array = NDArray[np.float64]
@@ -23,8 +24,8 @@ _GROUPS: dict[str, Sequence[int]] = {
     "root-branched": range(len(ROOT_BRANCHED)),
     "delayed": range(len(ROOT_BRANCHED), len(ROOT_BRANCHED) + len(DELAYED)),
     "heap": range(len(SHAPES), len(SHAPES) + len(HEAPS)),
+    **{way: range(len(SHAPES)) for way in WAYS},
     "oracle": range(len(SHAPES)),
-    "other draw": range(len(SHAPES)),
     "branched": [place for place, one in enumerate(ROOT_BRANCHED) if one.branches > 1 and one.num_draft_tokens == MOST_NODES],
 }
 _RULES = tuple((name, family.name) for family in FAMILIES for name in family.verifiers)
@@ -54,7 +55,7 @@ class Cell:
         self.num_roots = len(lines)
         self._lines = lines
         self._settings = np.array([(line["temperature"], line["top_p"]) for line in lines])
-        prompts = ["-".join(line["text"].split("-")[:2]) for line in lines]
+        prompts = [prompt_of(line) for line in lines]
         self._names = sorted(set(prompts))
         self._prompt_R = np.array([self._names.index(one) for one in prompts])
         num_prompts = len(self._names)
@@ -74,21 +75,25 @@ class Cell:
 
     def _best(self, rule: tuple[str, str], group: str, is_speed: bool) -> Chosen | None:
         columns = [*_GROUPS[group]]
-        tokens_RDM = np.array([line["tokens"]["/".join(rule)] for line in self._lines], dtype=np.float64)[:, :, columns]
-        if np.isnan(tokens_RDM).any():
+        tokens_RM = np.array([line["tokens"]["/".join(rule)] for line in self._lines], dtype=np.float64)[:, columns]
+        if np.isnan(tokens_RM).any():
             return None
-        seconds_RDM = np.array([line["seconds"][rule[1]] for line in self._lines])[:, :, columns]
-        cost_RDM = seconds_RDM if is_speed else np.ones_like(tokens_RDM)
+        seconds_RM = np.array([line["seconds"][rule[1]] for line in self._lines])[:, columns]
+        cost_RM = seconds_RM if is_speed else np.ones_like(tokens_RM)
         sums_2B = np.zeros((2, len(self._weights_BC)))
         shapes = set()
         for setting in np.unique(self._settings, axis=0):
             rows = np.flatnonzero((self._settings == setting).all(1))
-            tokens, cost = tokens_RDM[rows], cost_RDM[rows]
-            if group in _UNFITTED:
-                tokens_R, cost_R = _UNFITTED[group](tokens, cost)
-                sums_2B += [self._weights_BC @ self._by_prompt(rows, one[:, None])[:, 0] for one in (tokens_R, cost_R)]
+            tokens, cost = tokens_RM[rows], cost_RM[rows]
+            if group in WAYS or group in _UNFITTED:
+                if group in WAYS:
+                    places = [self._lines[row]["chosen"][group]["/".join(rule)][is_speed] for row in rows.tolist()]
+                    of_roots = tokens[np.arange(len(rows)), places], cost[np.arange(len(rows)), places]
+                else:
+                    of_roots = _UNFITTED[group](tokens, cost)
+                sums_2B += [self._weights_BC @ self._by_prompt(rows, one[:, None])[:, 0] for one in of_roots]
             else:
-                tokens_CM, cost_CM = (self._by_prompt(rows, one.mean(1)) for one in (tokens, cost))
+                tokens_CM, cost_CM = (self._by_prompt(rows, one) for one in (tokens, cost))
                 sums_2B += self._cross_fitted(tokens_CM, cost_CM)
                 shapes.add(str([*SHAPES, *HEAPS][columns[int((tokens_CM.sum(0) / cost_CM.sum(0)).argmax())]]))
         ratio_B = sums_2B[0] / sums_2B[1]
@@ -111,31 +116,18 @@ class Cell:
         return sums_2B
 
 
-def _in_hindsight(tokens_RDM: Array, cost_RDM: Array) -> tuple[Array, Array]:
-    """Return each root's tokens and costs with the shape that is best in its draws: more than any choice before drafting has."""
-    rows, tokens_RM, cost_RM = np.arange(len(tokens_RDM)), tokens_RDM.mean(1), cost_RDM.mean(1)
-    places = most_over_all(tokens_RM, cost_RM)
+def _in_hindsight(tokens_RM: Array, cost_RM: Array) -> tuple[Array, Array]:
+    """Return each root's tokens and costs with the tree that is best there: more than any choice before drafting has."""
+    rows, places = np.arange(len(tokens_RM)), most_over_all(tokens_RM, cost_RM)
     return tokens_RM[rows, places], cost_RM[rows, places]
 
 
-def _of_other_draw(tokens_RDM: Array, cost_RDM: Array) -> tuple[Array, Array]:
-    """Return each root's tokens and costs with the shape that is best there in another draw: less than the best choice has."""
-    rows, num_draws = np.arange(len(tokens_RDM)), tokens_RDM.shape[1]
-    tokens_R, cost_R = np.zeros(len(rows)), np.zeros(len(rows))
-    for draw in range(num_draws):
-        others = [other for other in range(num_draws) if other != draw]
-        places = most_over_all(tokens_RDM[:, others].mean(1), cost_RDM[:, others].mean(1))
-        tokens_R += tokens_RDM[rows, draw, places] / num_draws
-        cost_R += cost_RDM[rows, draw, places] / num_draws
-    return tokens_R, cost_R
-
-
-def _mean(tokens_RDM: Array, cost_RDM: Array) -> tuple[Array, Array]:
+def _mean(tokens_RM: Array, cost_RM: Array) -> tuple[Array, Array]:
     """Return each root's mean over shapes: the same trees for every rule."""
-    return tokens_RDM.mean((1, 2)), cost_RDM.mean((1, 2))
+    return tokens_RM.mean(1), cost_RM.mean(1)
 
 
-_UNFITTED = {"oracle": _in_hindsight, "other draw": _of_other_draw, "branched": _mean}
+_UNFITTED = {"oracle": _in_hindsight, "branched": _mean}
 
 
 def rows_of(cell: Cell) -> Iterator[dict[str, str]]:
@@ -150,8 +142,10 @@ def rows_of(cell: Cell) -> Iterator[dict[str, str]]:
             root, reference = found.pop("root-branched"), cell.best(_REFERENCE, "root-branched", is_speed)
             row |= {f"{measure}: {group} over root-branched": _ahead(best, root) for group, best in found.items()}
             row[f"{measure}: root-branched over traversal's"] = _ahead(root, reference)
-            row[f"{measure}: delayed over traversal's root-branched"] = _ahead(found["delayed"], reference)
-            row[f"{measure}: oracle over traversal's root-branched"] = _ahead(found["oracle"], reference)
+            for group in ("delayed", *WAYS, "oracle"):
+                row[f"{measure}: {group} over traversal's root-branched"] = _ahead(found[group], reference)
+            for group in ("linear", "network"):
+                row[f"{measure}: {group} over counting"] = _ahead(found[group], found["counting"])
         yield row
 
 
@@ -159,7 +153,7 @@ def page_rows(cell: Cell) -> Iterator[dict[str, str]]:
     """Yield a short row for each rule: tokens a step, then speed over plain decoding, of each group's best shape."""
     for rule in _RULES:
         row = {"rule": ", ".join(rule)}
-        for group in ("root-branched", "delayed", "heap", "oracle"):
+        for group in ("root-branched", "delayed", "heap", *WAYS, "oracle"):
             both = [best for is_speed in (False, True) if (best := cell.best(rule, group, is_speed)) is not None]
             row[group] = ", ".join(f"{one.ratio:.2f}" for one in both)
         yield row
@@ -196,6 +190,7 @@ def write_report(roots: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) ->
     for pair, lines in roots.items():
         if not lines:
             continue
+        lines = with_choices(lines)
         whole = Cell(lines)
         summary += [{"pair": pair, **row} for row in rows_of(whole)]
         page += [{"pair": pair, **row} for row in page_rows(whole)]

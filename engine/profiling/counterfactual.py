@@ -5,8 +5,8 @@ once, and one pass of the target over the union of all trees gives the distribut
 Shape key: U nodes of the union, N nodes of a tree, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,9 @@ from engine.draft.trees.nested import Nested, Truncation
 from engine.engine import Engine
 from engine.sampling.distributions import processed_probs
 from engine.verify.coupled import judge_greedy
+from engine.verify.directions import AcceptanceProbs, TopDown
 from engine.verify.forest import Forest
+from engine.verify.two_phase import TwoPhase, expected_tokens
 from engine.verify.verdict import Verifier
 
 Path = tuple[int, ...]
@@ -122,26 +124,39 @@ class Counterfactual:
         rows = [self.row(point, spec, sampling) for spec in specs]
         model = self._target.model
         growers = growers_of(_CachingDrafter(self._drafter, union), model.vocab_size, model.device)
-        growth = grow(growers, rows, calibrations)
-        return self._judged(rows, growth, union, sampling)
+        return self._judged([(rows, grow(growers, rows, calibrations))], union, sampling)[0]
 
     def nested(
-        self, point: int, expansions: Sequence[Expansion], specs: Sequence[TreeSpec], sampling: SamplingParams
+        self,
+        point: int,
+        expansions: Sequence[Expansion],
+        specs: Sequence[TreeSpec],
+        sampling: SamplingParams,
+        others: Sequence[TreeSpec] = (),
     ) -> "NestedPoint":
-        """Grow one tree for each spec that contains the trees of all `expansions`; the spec sets the family and its branches."""
+        """Grow one tree for each spec that contains the trees of all `expansions`; the spec sets the family and its branches.
+
+        The trees of `others` are grown beside them, and share their passes.
+        """
         union = GrowingTree(self.row(point, TreeSpec(Expansion(0, 1, 1, "beam", _MAX_UNION), "nss", 0), sampling))
         rows = [self.row(point, spec, sampling) for spec in specs]
         strategies = [Nested(GrowingTree(row), expansions) for row in rows]
-        model = self._target.model
-        growth = grow_by(strategies, _CachingDrafter(self._drafter, union), rows, model.vocab_size, model.device)
+        model, drafter = self._target.model, _CachingDrafter(self._drafter, union)
+        grown = [(rows, grow_by(strategies, drafter, rows, model.vocab_size, model.device))]
         truncations = [strategy.truncations() for strategy in strategies]
-        return NestedPoint(self._judged(rows, growth, union, sampling), truncations)
+        if others:
+            of_others = [self.row(point, spec, sampling) for spec in others]
+            growers = growers_of(drafter, model.vocab_size, model.device)
+            grown.append((of_others, grow(growers, of_others, Calibrations())))
+        whole, *beside = self._judged(grown, union, sampling)
+        return NestedPoint(whole, truncations, beside[0] if beside else None)
 
-    def _judged(self, rows: list[Row], growth: Growth, union: GrowingTree, sampling: SamplingParams) -> "Point":
-        """Compute the target's distribution after every node of the trees."""
-        nodes = [_add(union, tree) for tree in growth.forest.trees]
+    def _judged(self, grown: Sequence[tuple[list[Row], Growth]], union: GrowingTree, sampling: SamplingParams) -> "list[Point]":
+        """Compute the target's distribution after every node of the trees in one pass."""
+        nodes = [[_add(union, tree) for tree in growth.forest.trees] for _, growth in grown]
         logits_UV = self._target.forward(StepPlan(0, (union.row,)), [union.frozen()])
-        return Point(rows, growth, nodes, _probs(union, logits_UV, sampling), logits_UV.argmax(-1).tolist())
+        found = _probs(union, logits_UV, sampling), logits_UV.argmax(-1).tolist()
+        return [Point(rows, growth, of_trees, *found) for (rows, growth), of_trees in zip(grown, nodes, strict=True)]
 
     def facts(self, point: int, spec: TreeSpec, sampling: SamplingParams) -> RootFacts:
         """Return the features of the root at `point`, as if the step before had grown the spec's tree and accepted none of it."""
@@ -189,6 +204,8 @@ class NestedPoint:
 
     whole: Point
     truncations: list[list[Truncation]]
+    others: Point | None = None
+    _merged: dict[int, "_Merged"] = field(default_factory=dict)
 
     def forest(self, index: int) -> Forest:
         """Return the truncations of a tree with the distributions from which their nodes were drawn."""
@@ -215,27 +232,114 @@ class NestedPoint:
         return [TreeOutcome(float(length), length - 1) for length in lengths]
 
     def _expected(self, index: int, verifier: Verifier) -> list[TreeOutcome]:
-        forest, probs_NC = merge_undrafted(self.forest(index), self.whole.target_probs_NV(index), self.truncations[index])
-        verdicts = verifier.judge(forest, probs_NC, [self.whole.rows[index].key] * len(forest.trees))
-        assert all(verdict.expected_tokens is not None for verdict in verdicts)
-        return [TreeOutcome(verdict.expected_tokens or 0.0, len(verdict.path) - 1) for verdict in verdicts]
+        if not isinstance(verifier, TwoPhase):
+            raise TypeError(f"{verifier.name} has no expectation")
+        if index not in self._merged:
+            self._merged[index] = _Merged.of(self, index)
+        key = self.whole.rows[index].key
+        if isinstance(verifier.direction, TopDown):
+            stops = self._merged[index].stops_top_down(verifier)
+            ends = [(distribution, verifier.end(distribution, key)) for distribution in stops]
+        else:
+            ends = verifier.ends(*self._merged[index].forest(), [key] * len(self.truncations[index]))
+        trees = (cut.tree for cut in self.truncations[index])
+        return [
+            TreeOutcome(expected_tokens(tree, stops), tree.depths[node]) for tree, (stops, node) in zip(trees, ends, strict=True)
+        ]
 
 
-def merge_undrafted(forest: Forest, target_probs_MV: Tensor, truncations: Sequence[Truncation]) -> tuple[Forest, Tensor]:
-    """Merge all tokens that no draft distribution contains into one. Return the forest and the target's distributions by node.
+@dataclass(frozen=True)
+class _Merged:
+    """The truncations of a tree over merged tokens. `column_V` is the place of each drafted token. C merged tokens."""
+
+    truncations: list[Truncation]
+    column_V: list[int]
+    draft_probs_RC: Tensor
+    rows_M: tuple[int | None, ...]  # of the whole tree's nodes
+    target_probs_MC: Tensor
+
+    @classmethod
+    def of(cls, point: NestedPoint, index: int) -> "_Merged":
+        """Merge the tokens that no draft distribution of the tree contains."""
+        growth = point.whole.growth
+        rows_M = growth.forest.probs_rows[index]
+        rows = sorted({row for row in rows_M if row is not None})
+        places = {row: place for place, row in enumerate(rows)}
+        merged = merge_undrafted(growth.forest.draft_probs_RV[rows], point.whole.target_probs_NV(index))
+        return cls(
+            *(point.truncations[index], merged.column_V, merged.draft_probs_RC),
+            *(tuple(None if row is None else places[row] for row in rows_M), merged.target_probs_MC),
+        )
+
+    def forest(self) -> tuple[Forest, Tensor]:
+        """Return all truncations, and the target's distribution after each of their nodes."""
+        trees = tuple(self._tree(cut.tree) for cut in self.truncations)
+        probs_rows = tuple(
+            tuple(self.rows_M[node] if draws else None for node, draws in zip(cut.nodes, cut.tree.draws, strict=True))
+            for cut in self.truncations
+        )
+        nodes = torch.tensor([node for cut in self.truncations for node in cut.nodes])
+        return Forest(trees, self.draft_probs_RC, probs_rows), self.target_probs_MC[nodes]
+
+    def stops_top_down(self, verifier: TwoPhase) -> list[list[float]]:
+        """Return where the path ends in each truncation. Top-down, a node's tries depend on its own children alone.
+
+        So each node with each number of draws is judged once, as the root of a tree of one level.
+        """
+        stars: dict[tuple[int, int], TokenTree] = {}
+        for cut in self.truncations:
+            tree = self._tree(cut.tree)
+            stars |= {
+                (node, len(draws)): _star(tree, own)
+                for own, (node, draws) in enumerate(zip(cut.nodes, tree.draws, strict=True))
+                if draws and (node, len(draws)) not in stars
+            }
+        probs_rows = tuple((self.rows_M[node], *[None] * (star.num_nodes - 1)) for (node, _), star in stars.items())
+        nodes = torch.tensor([node for (node, _), star in stars.items() for _ in range(star.num_nodes)])  # leaves have no tries
+        forest = Forest(tuple(stars.values()), self.draft_probs_RC, probs_rows)
+        tried = dict(zip(stars, verifier.tried(forest, self.target_probs_MC[nodes]), strict=True))
+        return [self._stops(cut, verifier, tried) for cut in self.truncations]
+
+    def _stops(self, cut: Truncation, verifier: TwoPhase, tried: Mapping[tuple[int, int], Sequence[float]]) -> list[float]:
+        tries = verifier.plan.tries(cut.tree)
+        of_nodes = [
+            tried[node, len(draws)] if own_tries else ()
+            for node, draws, own_tries in zip(cut.nodes, cut.tree.draws, tries, strict=True)
+        ]
+        return verifier.direction.stop_distribution(cut.tree, AcceptanceProbs(tries, of_nodes, ()))
+
+    def _tree(self, tree: TokenTree) -> TokenTree:
+        return structs.replace(tree, token_ids=(0, *(self.column_V[token_id] for token_id in tree.token_ids[1:])))
+
+
+def _star(tree: TokenTree, node: int) -> TokenTree:
+    """Return a node with its children alone."""
+    children = sorted(set(tree.draws[node]))
+    number = {child: place for place, child in enumerate(children, 1)}
+    draws = (tuple(number[child] for child in tree.draws[node]), *[()] * len(children))
+    return TokenTree((-1, *[ROOT] * len(children)), (0, *(tree.token_ids[child] for child in children)), draws)
+
+
+class MergedProbs(NamedTuple):
+    """Distributions over the drafted tokens and, in the last column, all others."""
+
+    column_V: list[int]
+    draft_probs_RC: Tensor
+    target_probs_MC: Tensor
+
+
+def merge_undrafted(draft_probs_RV: Tensor, target_probs_MV: Tensor) -> MergedProbs:
+    """Merge all tokens that no draft distribution contains into one.
 
     Rules treat undrafted tokens alike, each in proportion to its probability, so the results are the same.
-    `target_probs_MV` is by node of the whole tree.
     """
-    is_known_V = (forest.draft_probs_RV > 0.0).any(0)
+    is_known_V = (draft_probs_RV.amax(0)) > 0.0
     known_C = is_known_V.nonzero()[:, 0]
     column_V = (is_known_V.cumsum(0) - 1).tolist()
-    trees = tuple(structs.replace(tree, token_ids=(0, *(column_V[one] for one in tree.token_ids[1:]))) for tree in forest.trees)
-    drafted_RC = functional.pad(forest.draft_probs_RV.index_select(1, known_C), (0, 1))
+    drafted_RC = functional.pad(draft_probs_RV.index_select(1, known_C), (0, 1))
+    known_MC = target_probs_MV.index_select(1, known_C)
     rest_M1 = target_probs_MV[:, ~is_known_V].sum(-1, keepdim=True)
-    probs_MC = torch.cat([target_probs_MV.index_select(1, known_C), rest_M1], dim=-1)
-    nodes = torch.tensor([node for cut in truncations for node in cut.nodes])
-    return Forest(trees, drafted_RC, forest.probs_rows), probs_MC[nodes]
+    return MergedProbs(column_V, drafted_RC, torch.cat([known_MC, rest_M1], dim=-1))
 
 
 def _probs(union: GrowingTree, logits_UV: Tensor, sampling: SamplingParams) -> Tensor | None:

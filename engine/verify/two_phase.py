@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.core.rng_keys import StepKey, Stream, stream_key, uniform
-from engine.core.tree import TokenTree
+from engine.core.tree import ROOT, TokenTree
 from engine.utils.host_transfer import floats, to_host
 from engine.verify.directions import AcceptanceProbs, Direction
 from engine.verify.forest import Forest
@@ -138,9 +138,7 @@ class TwoPhase:
         # 1. The masses of all nodes, and the distribution of the node at which each accepted path ends.
         case = PlannedForest.of(forest, target_probs_NV, self.plan)
         masses = case.masses(self.direction)
-        stop_probs = [
-            self.direction.stop_distribution(tree, probs) for tree, probs in zip(forest.trees, case.acceptance_probs(masses))
-        ]
+        stop_probs = self._stop_probs(case, masses)
 
         # 2. The last accepted node, drawn for each tree.
         nodes = [draw_one(distribution, chance) for distribution, chance in zip(stop_probs, _uniforms(keys, Stream.ACCEPT))]
@@ -148,12 +146,34 @@ class TwoPhase:
         # 3. The extra token, drawn from the residual after the node's children.
         extra_ids = _extra_ids(case, masses, nodes, keys)
         return [
-            Verdict(tree.path(node), extra_id, _expected_tokens(tree, distribution))
+            Verdict(tree.path(node), extra_id, expected_tokens(tree, distribution))
             for tree, node, extra_id, distribution in zip(forest.trees, nodes, extra_ids, stop_probs)
         ]
 
+    def ends(
+        self, forest: Forest, target_probs_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]
+    ) -> list[tuple[list[float], int]]:
+        """Return for each tree the probability that the accepted path ends at each node, and the node at which it ends."""
+        case = PlannedForest.of(forest, target_probs_NV, self.plan)
+        stop_probs = self._stop_probs(case, case.masses(self.direction))
+        return [(distribution, self.end(distribution, key)) for distribution, key in zip(stop_probs, keys)]
 
-def _expected_tokens(tree: TokenTree, stop_distribution: Sequence[float]) -> float:
+    def end(self, stop_distribution: Sequence[float], key: StepKey) -> int:
+        """Draw the node at which the accepted path ends, as `judge` does."""
+        return draw_one(stop_distribution, _uniforms([key], Stream.ACCEPT)[0])
+
+    def tried(self, forest: Forest, target_probs_NV: Float[Tensor, "N V"]) -> list[Sequence[float]]:
+        """Return for each root the probability that each of its tries is accepted if the earlier tries were refused."""
+        case = PlannedForest.of(forest, target_probs_NV, self.plan)
+        return [probs.tried[ROOT] for probs in case.acceptance_probs(case.masses(self.direction))]
+
+    def _stop_probs(self, case: PlannedForest, masses: Masses) -> list[list[float]]:
+        acceptance = case.acceptance_probs(masses)
+        return [self.direction.stop_distribution(tree, probs) for tree, probs in zip(case.forest.trees, acceptance)]
+
+
+def expected_tokens(tree: TokenTree, stop_distribution: Sequence[float]) -> float:
+    """Return E[tau + 1 | tree]: the accepted nodes and the extra token."""
     return sum(chance * (depth + 1) for chance, depth in zip(stop_distribution, tree.depths))
 
 

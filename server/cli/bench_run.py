@@ -17,7 +17,17 @@ from engine.engine import Engine
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.pretrained import load_tokenizer
 from server.adaptive_engine import tool_engine
-from server.cli.bench_compare import BenchLoad, Ceiling, Result, cases_of, compare, compare_with_oracle, table
+from server.cli.bench_compare import (
+    BenchLoad,
+    Ceiling,
+    OutputsDiffer,
+    RequestFailed,
+    Result,
+    cases_of,
+    compare,
+    compare_with_oracle,
+    table,
+)
 from server.cli.bench_prompts import BenchError
 from server.settings import Settings
 from server.text.chat_ids import chat_ids
@@ -27,9 +37,15 @@ Texts = Mapping[str, Sequence[str]]  # user messages by kind
 
 
 def bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
-    """Run the benchmark on messages by kind; return the exit status. Raises BenchError if the engine refuses the settings."""
+    """Run the benchmark on messages by kind; return the exit status: 1 if a request failed or a greedy text changed.
+
+    Raises BenchError if the engine refuses the settings.
+    """
     try:
         return _bench(settings, texts, parsed)
+    except (OutputsDiffer, RequestFailed) as error:
+        sys.stderr.write(f"latebranch bench: {error}\n")
+        return 1
     except (BadConfiguration, UnsupportedModel, RequestRefused) as error:
         raise BenchError(str(error)) from error
 

@@ -1,4 +1,4 @@
-"""One user message as a model's chat prompt, for tools that load a tokenizer of their own."""
+"""One user message as a model's prompt, for tools that load a tokenizer of their own."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,11 @@ if TYPE_CHECKING:
 
 
 def chat_ids(tokenizer: "PreTrainedTokenizerBase", message: str) -> tuple[int, ...]:
-    """Return the ids of a conversation of one user message, up to where the assistant's text begins."""
+    """Return the ids of a conversation of one user message, up to where the assistant's text begins.
+
+    A base model has no chat template: its prompt is the message.
+    """
+    if not tokenizer.chat_template:
+        return tuple(tokenizer(message)["input_ids"])
     chat = [{"role": "user", "content": message}]
     return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))

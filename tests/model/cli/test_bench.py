@@ -13,6 +13,7 @@ from engine.core.types import FinishReason, TokenEvent
 from engine.draft.recorded_text import RecordedText
 from engine.testing import tiny_engine, tiny_pair
 from engine.verify import coupled
+from server.cli import bench_run
 from server.cli.bench_compare import (
     BenchLoad,
     Case,
@@ -116,6 +117,18 @@ def test_verifier_that_changes_tokens_is_detected(engine, monkeypatch):
     monkeypatch.setattr("engine.verify.dispatch.judge_greedy", shifted)
     with pytest.raises(OutputsDiffer, match="temperature 0"):
         compare(engine, cases_of(["traversal"], SHAPES, 0.0), load(0.0), "tiny", num_rounds=1)
+
+
+@pytest.mark.parametrize("error", [OutputsDiffer("traversal 3.1.0 differs"), RequestFailed("bench-0: out of memory")])
+def test_failed_run_is_one_line(error, monkeypatch, capsys):
+    """A failed request, or a greedy text that drafts changed, ended the command in a traceback."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(bench_run, "_bench", fail)
+    assert bench_run.bench(None, {}, None) == 1
+    assert capsys.readouterr().err == f"latebranch bench: {error}\n"
 
 
 def oracle_of(target):

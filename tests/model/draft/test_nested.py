@@ -7,6 +7,7 @@ from engine.core.tree import Expansion, TreeKind, TreeName
 from engine.core.types import SamplingParams
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.draft.drafter import GrowingTree
+from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.nested import Nested
 from engine.draft.trees.sampling import ChildCandidates
 from engine.draft.trees.strategies import Delayed
@@ -77,7 +78,25 @@ def test_merging_undrafted_tokens_changes_no_expectation(family):
         full = verifier.judge(forest, probs_MV[nodes], [point.whole.rows[0].key] * len(SHAPES))
         brought = point.tokens(0, verifier)
         assert [one.tokens for one in brought] == pytest.approx([one.expected_tokens for one in full], abs=1e-6), name
+        assert [one.accepted_depth for one in brought] == [len(one.path) - 1 for one in full], name
         assert len({round(one.tokens, 6) for one in brought}) > 2
+
+
+@pytest.mark.parametrize("family", ["delayed", "delayed_distinct"])
+def test_trees_grown_beside_are_those_grown_alone(family):
+    """Other trees of a point share the passes: their nodes and distributions are those of a point of their own."""
+    laboratory = Counterfactual(head_engine(learnt_head()))
+    laboratory.load(TEXT)
+    specs = [TreeSpec(Expansion(0, 2, 4, "heap", 4), "traversal", seed) for seed in (7, 8)]
+    whole = TreeSpec(Expansion(0, 3, 3, family), "traversal", 5)
+    beside = laboratory.nested(17, [Expansion(*shape) for shape in SHAPES], [whole], SAMPLING, specs).others
+    alone = laboratory.point(17, specs, SAMPLING, Calibrations())
+    assert beside is not None
+    assert beside.growth.forest.trees == alone.growth.forest.trees
+    assert beside.growth.rounds == alone.growth.rounds
+    for index in range(len(specs)):
+        torch.testing.assert_close(beside.target_probs_NV(index), alone.target_probs_NV(index))
+    assert laboratory.nested(17, [Expansion(1, 1, 0)], [whole], SAMPLING).others is None
 
 
 def test_leaving_the_unknown_tokens_out_would_show(monkeypatch):
@@ -85,9 +104,9 @@ def test_leaving_the_unknown_tokens_out_would_show(monkeypatch):
     whole = lab_module.merge_undrafted
 
     def without_rest(*args):
-        forest, probs_NC = whole(*args)
-        probs_NC[:, -1] = 0.0
-        return forest, probs_NC / probs_NC.sum(-1, keepdim=True)
+        merged = whole(*args)
+        merged.target_probs_MC[:, -1] = 0.0
+        return merged._replace(target_probs_MC=merged.target_probs_MC / merged.target_probs_MC.sum(-1, keepdim=True))
 
     monkeypatch.setattr(lab_module, "merge_undrafted", without_rest)
     with pytest.raises(AssertionError):

@@ -1,19 +1,22 @@
 """The table of trees and rules: it finds the best shape without seeing its prompts, and its intervals are paired."""
 
 import csv
+from base64 import b64encode
 
 import numpy as np
 import pytest
 
 from benchmarks.paper.design import DELAYED, FAMILIES, HEAPS, ROOT_BRANCHED, SHAPES
 from benchmarks.paper.report import Cell, Chosen, depths_of, rows_of, write_report
+from benchmarks.paper.selectors import WAYS, with_choices
 
 RULES = [f"{name}/{family.name}" for family in FAMILIES for name in family.verifiers]
 SPECINFER = ("specinfer", "i.i.d.")
 BEST_ROOT, BEST_DELAYED = 3, len(ROOT_BRANCHED) + 5
+LAST = len(SHAPES) - 1
 
 
-def lines(gain=0.3, noise=0.2, num_prompts=24, roots=8, sampling=((0.6, 1.0), (1.0, 0.9))):
+def lines(gain=0.3, noise=0.2, num_prompts=24, roots=8, sampling=((0.6, 1.0), (1.0, 0.9)), swing=0.0):
     """Return roots that are all of one difficulty or another; one delayed shape brings `gain` more than any other tree."""
     rng = np.random.default_rng(5)
     found = []
@@ -21,22 +24,21 @@ def lines(gain=0.3, noise=0.2, num_prompts=24, roots=8, sampling=((0.6, 1.0), (1
         for number in range(num_prompts * roots):
             prompt = number % num_prompts
             base = 2.0 + rng.normal(0.0, 0.5)
-            tokens = np.full((2, len(SHAPES) + len(HEAPS)), base) + rng.normal(0.0, noise, (2, len(SHAPES) + len(HEAPS)))
-            tokens[:, BEST_ROOT] += 0.5
-            tokens[:, BEST_DELAYED] += 0.5 + gain
+            tokens = base + rng.normal(0.0, noise, len(SHAPES) + len(HEAPS))
+            tokens[BEST_ROOT] += 0.5
+            tokens[BEST_DELAYED] += 0.5 + gain
+            sign = rng.choice([-1.0, 1.0])
+            tokens[LAST] += swing * sign  # a scalar tells whether it is the best shape
+            tokens_of = [*tokens[: len(SHAPES)], *[None] * len(HEAPS)]
             found.append(
                 {
                     **{"text": f"code-{prompt}-0-{temperature}-{top_p}", "kind": "code", "point": number},
                     **{"temperature": temperature, "top_p": top_p},
-                    "tokens": {
-                        rule: [
-                            [*row[: len(SHAPES)], *(row[len(SHAPES) :] if "traversal" in rule else [None] * len(HEAPS))]
-                            for row in tokens
-                        ]
-                        for rule in RULES
-                    },
-                    "seconds": {family.name: [[1.5] * tokens.shape[1]] * 2 for family in FAMILIES},
+                    "tokens": {rule: [*tokens] if "traversal" in rule else tokens_of for rule in RULES},
+                    "seconds": {family.name: [1.5] * len(tokens) for family in FAMILIES},
                     **{"overlaps": [0.8, 0.5], "chances": [1.0, 0.9 if number % 2 else 0.7]},
+                    "scalars": [sign, 0.0],
+                    "states": b64encode(np.array([sign, 1.0], dtype="<f2").tobytes()).decode(),
                 }
             )
     return found
@@ -49,7 +51,7 @@ def best(cell: Cell, group: str, is_speed: bool = False) -> Chosen:
 
 
 def test_best_shapes_and_their_difference_are_found():
-    cell = Cell(lines())
+    cell = Cell(with_choices(lines()))
     root, delayed = (best(cell, group) for group in ("root-branched", "delayed"))
     assert (root.shape, delayed.shape) == (str(ROOT_BRANCHED[BEST_ROOT]), str(DELAYED[5]))
     middle, low, high = delayed.ahead(root)
@@ -61,12 +63,11 @@ def test_best_shapes_and_their_difference_are_found():
 
 def test_nothing_is_ahead_where_shapes_are_equal():
     """The mutant: a shape chosen and measured on the same roots would be ahead. The oracle in hindsight is, by its noise."""
-    cell = Cell(lines(gain=0.0))
-    root, delayed, oracle, other = (best(cell, one) for one in ("root-branched", "delayed", "oracle", "other draw"))
+    cell = Cell(with_choices(lines(gain=0.0)))
+    root, delayed, oracle = (best(cell, one) for one in ("root-branched", "delayed", "oracle"))
     _, low, high = delayed.ahead(root)
     assert low < 0.0 < high
     assert oracle.ahead(root)[1] > 0.0
-    assert other.ahead(root)[2] < 0.0
 
 
 def test_intervals_cover_the_difference():
@@ -75,15 +76,46 @@ def test_intervals_cover_the_difference():
         of_run = lines(num_prompts=12, roots=2, sampling=((1.0, 1.0),))
         rng = np.random.default_rng(seed)
         for line in of_run:
-            line["tokens"]["specinfer/i.i.d."] = (2.0 + rng.normal(0.0, 0.4, (2, len(SHAPES) + len(HEAPS)))).tolist()
-        cell = Cell(of_run)
+            line["tokens"]["specinfer/i.i.d."] = (2.0 + rng.normal(0.0, 0.4, len(SHAPES) + len(HEAPS))).tolist()
+        cell = Cell(with_choices(of_run))
         _, low, high = best(cell, "delayed").ahead(best(cell, "root-branched"))
         covered += low <= 0.0 <= high
     assert covered >= 28
 
 
+def test_selectors_learn_what_scalars_tell():
+    """The mutant: scalars of other roots tell nothing."""
+    roots = with_choices(lines(swing=2.0))
+    told = Cell(roots)
+    rng = np.random.default_rng(3)
+    shuffled = [
+        {**line, **{key: other[key] for key in ("scalars", "states")}} for line, other in zip(roots, rng.permutation(roots))
+    ]
+    untold = Cell(with_choices(shuffled))
+    for is_speed in (False, True):
+        counting, linear, network, oracle = (best(told, way, is_speed) for way in (*WAYS, "oracle"))
+        assert linear.ahead(counting)[1] > 0.1
+        assert network.ahead(counting)[1] > 0.1
+        assert oracle.ratio >= linear.ratio
+        assert best(untold, "linear", is_speed).ratio < 1.02 * best(untold, "counting", is_speed).ratio
+
+
+def test_counting_learns_from_earlier_roots_alone():
+    """One prompt's roots are all like the first: counting knows the best shape from the second root on."""
+    roots = lines(gain=0.0, noise=0.0, num_prompts=6, roots=8, sampling=((0.6, 1.0),))
+    for line in roots:
+        if line["text"].startswith("code-5-"):
+            for tokens in line["tokens"].values():
+                tokens[LAST] = 9.0
+    chosen = [
+        one["chosen"]["counting"]["/".join(SPECINFER)][0] for one in with_choices(roots) if one["text"].startswith("code-5-")
+    ]
+    assert chosen[0] != LAST
+    assert chosen[1:] == [LAST] * 7
+
+
 def test_rules_without_exact_heaps_have_none():
-    rows = {(row["rule"], row["drawn"]): row for row in rows_of(Cell(lines()))}
+    rows = {(row["rule"], row["drawn"]): row for row in rows_of(Cell(with_choices(lines())))}
     assert rows["specinfer", "i.i.d."]["tokens: heap"] == ""
     assert rows["traversal", "i.i.d."]["tokens: heap"] != ""
     assert rows["traversal", "i.i.d."]["tokens: root-branched over traversal's"].startswith("+0.0 (")
