@@ -351,8 +351,8 @@ def test_predicted_seconds_match_actual_seconds(name):
 class CountsEveryPass(AdaptiveExpansion):
     """Takes each round to run the model."""
 
-    def _learn_from(self, feedback, corrects_costs):
-        super()._learn_from(feedback, corrects_costs)
+    def _learn_from(self, steps):
+        super()._learn_from(steps)
         self._num_passes = self._num_rounds
 
 
