@@ -22,7 +22,7 @@ from selector.menu import Menu
 
 Places = NDArray[np.int64]
 
-_SPREAD = np.array([-1.28, -0.52, 0.0, 0.52, 1.28])  # equally likely numbers of standard deviations
+_SPREAD = (-1.28, -0.52, 0.0, 0.52, 1.28)  # equally likely numbers of standard deviations
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ class Search:
         self._node_s_B = np.array([each_s["drawn"] * draw + score_s * keys for draw, keys in zip(load.draws, load.context)])
         fed_BM = estimates.nodes * menu.fed_share + (menu.depths > 0)  # the root too
         self._own_s_BM = estimates.nodes * self._node_s_B[:, None] + self._fed_s * fed_BM  # without T(N) and rounds
-        tokens_s = float(costs.tokens_s(np.array(load.base.num_tokens)))
-        self._base_s = costs.step_s(load.base) - tokens_s - load.base.num_rounds * self._round_s
+        self._base_s = costs.step_s(load.base._replace(num_tokens=1)) - load.base.num_rounds * self._round_s  # without T(N)
         self._first_CB = self._alike((0,) * len(load.context))  # plain decoding comes first
         self._first_tokens_C, self._first_seconds_C = self._evaluate(self._first_CB)
         self.plain = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, 0)
@@ -104,19 +103,23 @@ class Search:
         those of the other trees. Their number varies, so the cost of each node is a mean over equally likely numbers. No node
         may be less likely than the menu's least chance.
         """
-        rate, places_B = chosen.rate, np.array(chosen.places)
-        num_nodes = float(self.estimates.nodes.take(places_B + self._rows_B).sum())
-        num_tokens, num_drafting = float(self._load.base.num_tokens), int(np.count_nonzero(places_B))
-        own_s, level_s = float(self._node_s_B.mean()), self._round_s / max(1, num_sharing) + self._fed_s
-        node_s = own_s + float(np.diff(self._costs.tokens_s(num_tokens + num_nodes + np.arange(2.0)))[0])
-        if not num_drafting:
-            return GrowthCosts(node_s * rate, level_s * rate)
-        own_nodes, num_others = num_nodes / num_drafting, num_drafting - 1
-        others_Z = np.maximum(0.0, own_nodes * (num_others + _SPREAD * num_others**0.5))
-        sizes_N = num_tokens + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
-        tokens_s_N = self._costs.tokens_s(sizes_N + others_Z[:, None]).mean(0)
-        nodes_N = np.maximum((own_s + np.diff(tokens_s_N)) * rate, self._menu.least_chance)
-        return GrowthCosts(node_s * rate, level_s * rate, tuple(never_less(nodes_N.round(9).tolist())))
+        rate, node_s = chosen.rate, float(self._node_s_B.sum()) / len(self._rows_B)
+        drafting = [place for place in chosen.places if place]
+        num_nodes = float(self.estimates.nodes.take(self._rows_B + chosen.places).sum())
+        others = [num_nodes]
+        if drafting:
+            own_nodes, num_others = num_nodes / len(drafting), len(drafting) - 1
+            others += [max(0.0, own_nodes * (num_others + spread * num_others**0.5)) for spread in _SPREAD]
+        most_nodes = max((self._menu.entries[place].num_draft_tokens for place in drafting), default=1)
+        sizes_N = self._load.base.num_tokens + np.arange(1.0 + most_nodes)
+        tokens_s_ZN = self._costs.tokens_s(sizes_N + np.array(others)[:, None])
+        nodes_s_ZN = node_s + tokens_s_ZN[:, 1:] - tokens_s_ZN[:, :-1]
+        level_s = self._round_s / max(1, num_sharing) + self._fed_s
+        nodes = list[float]()
+        if drafting:
+            nodes_N = np.maximum(nodes_s_ZN[1:].sum(0) * (rate / len(_SPREAD)), self._menu.least_chance)
+            nodes = never_less(nodes_N.round(9).tolist())
+        return GrowthCosts(float(nodes_s_ZN[0, 0]) * rate, level_s * rate, tuple(nodes))
 
     def _alike(self, kept: Sequence[int]) -> Places:
         """Return candidates for each entry, [C, B]: all sequences that may have it do, then the best half, quarter and so on.

@@ -378,6 +378,42 @@ def test_trees_beside_prompts_are_detected(monkeypatch):
     assert choices_beside_a_prompt() != {(PLAIN, PLAIN)}
 
 
+class CountsLessons(CountedAcceptance):
+    """Records how many outcomes are observed at once."""
+
+    def __init__(self, menu: Menu) -> None:
+        super().__init__(menu)
+        self.lessons: list[int] = []
+
+    def observe(self, outcomes):
+        self.lessons.append(len(outcomes))
+        super().observe(outcomes)
+
+
+def lessons_beside_a_prompt(beside: Text, num_steps: int) -> tuple[list[int], list[int]]:
+    """Return the outcomes that are learned while a prompt is fed for so many steps, and in the step after it."""
+    estimator = CountsLessons(MENU)
+    policy, texts = adaptive(CHEAP, estimator=estimator), [beside, Text(flat(0.9), num_prompt=128 * num_steps)]
+    run(policy, CHEAP, texts[:1], 5)
+    num_before = len(estimator.lessons)
+    run(policy, CHEAP, texts, num_steps)
+    num_during = len(estimator.lessons)
+    run(policy, CHEAP, texts, 1)
+    return estimator.lessons[num_before:num_during], estimator.lessons[num_during:]
+
+
+def test_trees_before_a_prompt_count_after_it():
+    """Choices beside a prompt need no estimate, yet each learned from the last steps."""
+    assert lessons_beside_a_prompt(Text(flat(0.9)), 3) == ([], [5])
+
+
+def test_own_trees_beside_long_prompts_count():
+    """Steps that are not learned yet would accumulate beside prompts that follow each other."""
+    during, after = lessons_beside_a_prompt(Text(flat(0.6), speculation=Speculation(expansion=Expansion(2, 2, 2))), 40)
+    assert max(during + after) <= REUSED_STEPS + 1
+    assert sum(during + after) > 40
+
+
 class Nonsense(CountedAcceptance):
     """An estimator that fails now and then."""
 

@@ -216,7 +216,7 @@ def test_hidden_room_is_shared_by_trees():
 
 
 def test_unspread_crowds_are_detected(monkeypatch):
-    monkeypatch.setattr(searching, "_SPREAD", np.zeros(1))
+    monkeypatch.setattr(searching, "_SPREAD", (0.0,))
     with pytest.raises(AssertionError):
         check_crowd()
 
