@@ -4,17 +4,14 @@ An Estimator does not know seconds. The one here keeps decaying counts. Trees th
 depth. Noise-aware trees add up the probabilities of their nodes by least chance. Every estimate is shrunk: the prior
 of a depth is the depth above it, the prior of a sequence is its kind (temperature and verifier).
 
-Shape key: B sequences, M entries of a menu, D depths, K entries with a least chance, T trees, G groups of them that count
-together.
+Shape key: B sequences, M entries of a menu, D depths, K entries with a least chance, T trees.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import log
-from operator import neg
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -71,7 +68,7 @@ class _Counts:
     """Decaying counts of a sequence of a `kind`, or of a kind. `accepted_D` are the latest rates of acceptance that follow."""
 
     def __init__(self, accepted_D: list[float], num_chances: int, kind: "_Counts | None") -> None:
-        self.accepted_D, self.kind, self.decay = accepted_D, kind or self, OWN_DECAY if kind else _KIND_DECAY
+        self.accepted_D, self.kind, self._decay = accepted_D, kind or self, OWN_DECAY if kind else _KIND_DECAY
         self.by_depth = np.zeros((2, 2, len(accepted_D)))  # hits and trials of acceptance and of availability
         self.by_chance = np.zeros((4, num_chances))  # tokens, nodes, rounds, trees
         self._accepted = self._expected = 0.0  # accepted nodes of noise-aware trees, and the sum of their probabilities
@@ -83,16 +80,18 @@ class _Counts:
 
     def add_depths(self, counts_22D: Array) -> None:
         """Add a tree that was chosen whole."""
-        self.by_depth *= self.decay
+        self.by_depth *= self._decay
         self.by_depth += counts_22D
 
-    def add_nodes(self, kept_K: Array, added_4K: Array, accepted: Iterable[tuple[int, float]]) -> None:
-        """Add noise-aware trees: what they leave of the counts, what they add, and accepted and expected nodes of each."""
-        self.by_chance *= kept_K
-        self.by_chance += added_4K
-        for num_accepted, expected in accepted:
-            self._accepted = self.decay * self._accepted + num_accepted
-            self._expected = self.decay * self._expected + expected
+    def add_nodes(self, sums_TK4: Array, trees: Sequence[NodeChances]) -> None:
+        """Add T noise-aware trees, oldest first. The sums of a tree are zeros from the first least chance without evidence."""
+        kept_TK = np.ones((1 + len(trees), len(self.by_chance[0])))  # of counts before each tree, by it and later trees
+        kept_TK[:-1] = np.where(sums_TK4[::-1, :, 3] > 0.0, self._decay, 1.0).cumprod(0)[::-1]
+        self.by_chance *= kept_TK[0]
+        self.by_chance += np.einsum("tkc,tk->ck", sums_TK4, kept_TK[1:])
+        for nodes in trees:
+            self._accepted = self._decay * self._accepted + len(nodes.accepted)
+            self._expected = self._decay * self._expected + sum(nodes.chances)
 
 
 def _rates(counts: Array, prior: Array) -> Array:
@@ -162,18 +161,25 @@ class CountedAcceptance:
         return Estimates(*found_3BM)
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """Count the outcomes of trees, oldest first. A row that decoded plainly has no evidence."""
-        grown: list[tuple[_Counts, DraftOutcome, NodeChances]] = []
+        """Count the outcomes of trees, oldest first. A row that decoded plainly has no evidence.
+
+        If a request's bound cut a noise-aware tree, it is evidence for that sequence only, whose later trees are cut too.
+        """
+        trees_of: dict[_Counts, list[tuple[list[tuple[float, ...]], NodeChances]]] = {}
         for outcome in outcomes:
-            own = self._own.get(outcome.request_id)
-            if own is None or outcome.expansion.is_plain:
+            own, nodes, tree = self._own.get(outcome.request_id), outcome.nodes, outcome.expansion
+            if own is None or tree.is_plain:
                 continue
-            if outcome.nodes is None:
+            if nodes is None:
                 self._observe_depths(own, outcome)
             elif self._least:
-                grown.append((own, outcome, outcome.nodes))
-        if grown:
-            self._observe_nodes(grown)
+                is_cut = tree not in self._menu.index
+                least = min(nodes.chances) if is_cut and len(nodes.chances) >= tree.max_nodes else nodes.least
+                sums = self._sums_of(nodes, least, outcome.drafted_depth)
+                for counts in () if least > self._least[0] else (own,) if is_cut else (own, own.kind):
+                    trees_of.setdefault(counts, []).append((sums, nodes))
+        for counts, trees in trees_of.items():
+            counts.add_nodes(np.array([sums for sums, _ in trees]), [nodes for _, nodes in trees])
 
     def _observe_depths(self, own: _Counts, outcome: DraftOutcome) -> None:
         """Count trials by depth. If all K siblings are rejected, that is K misses. If one is accepted, it is a part of a hit.
@@ -195,48 +201,18 @@ class CountedAcceptance:
         for counts in (own, own.kind):
             counts.add_depths(counts_22D)
 
-    def _observe_nodes(self, grown: Sequence[tuple[_Counts, DraftOutcome, NodeChances]]) -> None:
-        """Count noise-aware trees, all at once. A tree has no evidence of nodes below its own bound.
-
-        If a request's bound cut the tree, it is evidence for that sequence only, whose later trees are cut too.
-        """
-        trees_of: dict[_Counts, list[int]] = {}
-        least: list[float] = []
-        for tree, (own, outcome, nodes) in enumerate(grown):
-            is_cut = outcome.expansion not in self._menu.index
-            is_full = is_cut and len(nodes.chances) >= outcome.expansion.max_nodes
-            least.append(min(nodes.chances) if is_full else nodes.least)
-            for counts in () if least[-1] > self._least[0] else (own,) if is_cut else (own, own.kind):
-                trees_of.setdefault(counts, []).append(tree)
-        is_evidence_TK = np.array(self._least) >= np.array(least)[:, None]
-        is_counted_GTK = np.zeros((len(trees_of), *is_evidence_TK.shape), dtype=np.bool_)
-        for group, trees in enumerate(trees_of.values()):
-            is_counted_GTK[group, trees] = is_evidence_TK[trees]
-        decays_GTK = np.where(is_counted_GTK, np.array([counts.decay for counts in trees_of])[:, None, None], 1.0)
-        kept_GTK = np.ones((len(trees_of), 1 + len(grown), len(self._least)))  # of earlier counts, after this and later trees
-        kept_GTK[:, :-1] = decays_GTK[:, ::-1].cumprod(1)[:, ::-1]
-        added_G4K = np.einsum("gtk,ctk->gck", kept_GTK[:, 1:] * is_counted_GTK, self._sums_of_trees(grown))
-        for group, (counts, trees) in enumerate(trees_of.items()):
-            accepted = ((len(nodes.accepted), sum(nodes.chances)) for _, _, nodes in map(grown.__getitem__, trees))
-            counts.add_nodes(kept_GTK[group, 0], added_G4K[group], accepted)
-
-    def _sums_of_trees(self, grown: Sequence[tuple[_Counts, DraftOutcome, NodeChances]]) -> Array:
-        """Return tokens, nodes, rounds and trees between one least chance and the next, for each tree, [4, T, K]."""
-        shape = len(grown), 1 + len(self._least)  # the last column: nodes below all least chances
-        deepest, places, chances = [1.0] * (shape[0] * shape[1]), list[int](), list[float]()
-        for tree, (_, outcome, nodes) in enumerate(grown):
-            for chance, depth in zip(nodes.chances, nodes.depths, strict=True):
-                place = tree * shape[1] + bisect_left(self._least, -chance, key=neg)
-                places.append(place)
-                deepest[place] = max(deepest[place], min(depth + 1, outcome.drafted_depth))
-            chances += nodes.chances
-        sums_4TC = np.ones((4, *shape))
-        for sums_TC, weights in zip(sums_4TC[:2], (chances, None), strict=True):
-            sums_TC[:] = np.bincount(places, weights, len(deepest)).reshape(shape)
-        deepest_TC = np.maximum.accumulate(np.array(deepest).reshape(shape), 1)
-        sums_4TC[2, :, 1:] = deepest_TC[:, :-1]
-        sums_4TC[2] = deepest_TC - sums_4TC[2]
-        return sums_4TC[..., :-1]
+    def _sums_of(self, nodes: NodeChances, least: float, drafted_depth: int) -> list[tuple[float, ...]]:
+        """Return a tree's tokens, nodes, rounds and 1 between one least chance and the next, zeros below `least`."""
+        likeliest = sorted(zip(nodes.chances, nodes.depths, strict=True), reverse=True)
+        sums, count, deepest = list[tuple[float, ...]](), 0, 1
+        for chance in self._least:
+            first, before, tokens = count, deepest, 0.0
+            while count < len(likeliest) and likeliest[count][0] >= chance:
+                tokens += likeliest[count][0]
+                deepest = max(deepest, min(likeliest[count][1] + 1, drafted_depth))
+                count += 1
+            sums.append((tokens, count - first, deepest - before, 1.0) if chance >= least else (0.0,) * 4)
+        return sums
 
     def _counts_of(self, view: SequenceView) -> _Counts:
         """Return a sequence's counts. A sequence that is new, or whose id is used again, begins with empty ones."""

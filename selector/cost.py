@@ -59,10 +59,7 @@ def draft_features(work: StepWork) -> list[float]:
 
 
 class CostModel:
-    """Predicts a step's seconds and learns from measured steps. `coefficients` are seconds per unit, by name.
-
-    Short sums are plain Python: a step has few features, and numpy's code is not in the processor's caches after a pass.
-    """
+    """Predicts a step's seconds and learns from measured steps. `coefficients` are seconds per unit, by name."""
 
     def __init__(self, rest: Sequence[float] | None = None, draft: Sequence[float] | None = None) -> None:
         self._has_scale = rest is not None
@@ -81,14 +78,14 @@ class CostModel:
 
     def _update(self) -> None:
         """Derive the coefficients and the curve T(N) from the errors."""
-        errors = zip(self._prior, self._error_K.tolist(), strict=True)
-        coefficients = [prior * max(1.0 + error, LEAST_FACTOR) for prior, error in errors]
+        coefficients = [prior * max(1.0 + error, LEAST_FACTOR) for prior, error in zip(self._prior, self._error_K.tolist())]
         self.coefficients: dict[str, float] = dict(zip(_NAMES, coefficients, strict=True))
         *slopes, self._last_slope = coefficients[1 : 1 + len(KNOTS)]
         self._curve_F = np.array([*accumulate(map(mul, slopes, _WIDTHS), initial=0.0)])
 
     def step_s(self, work: StepWork) -> float:
         """Return the predicted seconds of a step; its numbers may be expectations."""
+        # Plain Python: a step has few features, and numpy's code is not in the processor's caches after a pass.
         return float(sum(map(mul, self.coefficients.values(), (*rest_features(work), *draft_features(work)))))
 
     def pass_s(self, num_keys: float) -> float:
@@ -105,8 +102,7 @@ class CostModel:
         """Learn from the measured seconds of a step."""
         if not self._has_scale and rest_s > 0.0:
             scale = (draft_s + rest_s) / self.step_s(work)
-            self._prior = [one * scale for one in self._prior]
-            self._has_scale = True
+            self._prior, self._has_scale = [one * scale for one in self._prior], True
         self._covariance_KK *= FORGETTING
         self._covariance_KK += self._forgotten_KK
         self._correct("rest", [*rest_features(work), *(0.0,) * _NUM_DRAFT], rest_s)

@@ -66,8 +66,7 @@ class AdaptiveExpansion:
         """Return the best expansions found, with the expected seconds and speed-up of the step."""
         has_prompt = composition_of(views) is None and any(view.num_uncached > 1 for view in views)
         if not has_prompt or len(self._unlearned) > REUSED_STEPS:
-            unlearned, self._unlearned = self._unlearned, []
-            self._learn_from(unlearned)
+            self._learn()
         if has_prompt:
             return ExpansionChoice((PLAIN,) * len(views), Reason.PLAIN_IS_BEST)  # a prompt fills the step, so nodes cost too much
         own = {one.request_id: tree for one in views if not (tree := _own_tree(one)).is_plain}
@@ -99,9 +98,9 @@ class AdaptiveExpansion:
         if is_probe:
             self._end_probe(feedback)
 
-    def _learn_from(self, steps: Sequence[tuple[StepFeedback, bool]]) -> None:
-        """Learn from steps, oldest first, and whether each corrects costs."""
-        outcomes: list[DraftOutcome] = []
+    def _learn(self) -> None:
+        """Learn from the steps since the last time."""
+        steps, self._unlearned, outcomes = self._unlearned, [], list[DraftOutcome]()
         for feedback, corrects_costs in steps:
             if corrects_costs and feedback.outcomes:
                 self._costs.observe(feedback.work, feedback.draft_s, feedback.rest_s)
