@@ -41,7 +41,7 @@ def _mechanisms() -> dict[str, Callable[[], Any]]:
         return [], policy.REUSED_STEPS
 
     def keeps_all(self: search.Search, _: search.Step) -> object:
-        return self._first_CB[:1]
+        return self._first[0][:1]
 
     return {
         "as it is": lambda: patch.object(policy, "REUSED_STEPS", policy.REUSED_STEPS),

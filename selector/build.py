@@ -35,8 +35,7 @@ def adaptive_policy(config: EngineConfig, bench: Bench, roots: RootSource) -> Ex
         raise ValueError(f"unknown policy {config.policy!r}; known: plain, fixed, adaptive")
     menu = menu_for_all(config.expansion, config.verifier, config.largest_expansion)
     estimator, costs = estimator_of(config, menu, roots), profiled_costs(bench, config.is_restart)
-    policy = AdaptiveExpansion(menu, estimator, costs)
-    return GuardedPolicy(policy, config.expansion)
+    return GuardedPolicy(AdaptiveExpansion(menu, estimator, costs), config.expansion)
 
 
 def estimator_of(config: EngineConfig, menu: Menu, roots: RootSource) -> Estimator:
