@@ -28,5 +28,5 @@ def main() -> int:
         notes.write(msgspec.json.encode(Arrival(context.id(), time.monotonic(), len(request["token_ids"]))) + b"\n")
         return generate(engine, request, context)
 
-    DynamoEngine.generate = noting  # type: ignore[method-assign]
+    DynamoEngine.generate = noting  # type: ignore[method-assign, assignment]
     return command()

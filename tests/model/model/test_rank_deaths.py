@@ -78,10 +78,10 @@ def lead_refusing(folder: Path) -> None:
             time.sleep(LATE_S)
             raise UnsupportedModel("Connection closed by peer")
 
-        _Part.load = refuse  # type: ignore[method-assign]
+        _Part.load = refuse  # type: ignore[method-assign, assignment]
         return load(ranks, own)
 
-    Ranks.load = refusing  # type: ignore[method-assign]
+    Ranks.load = refusing  # type: ignore[method-assign, assignment]
     lead(folder, 2, ended)
 
 
