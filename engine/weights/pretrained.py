@@ -94,7 +94,7 @@ def refuse_by_configuration(config: Any) -> None:
     except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         raise refused(config.model_type, error) from error
     if has_driven_states and has_limit:
-        raise refused(config.model_type, f"{_KEEPS_STATE} with a time_step_limit, which holds in prompts alone")
+        raise refused(config.model_type, "its time_step_limit holds in prompts alone, not token by token")
     if has_driven_states:
         layer_types -= STATE_TYPES
     if layer_types & STATE_TYPES:

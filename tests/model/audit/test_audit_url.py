@@ -24,6 +24,8 @@ from engine.weights.pretrained import load_tokenizer
 from engine.worker.inprocess import InProcessEngine
 from server.audit_url.audit import ServerAudit
 from server.audit_url.client import UNREADABLE, CompletionClient
+from server.audit_url.dialect import Meaning
+from server.audit_url.draws import DrawTests
 from server.audit_url.report import CheckVerdict, as_json, as_text
 from server.audit_url.sources import Draw
 from server.cli.audit_url import report_of
@@ -88,6 +90,8 @@ def test_each_planted_fault_is_found(name, folder):
 class LikelyTokens:
     """Token 1 has probability .9 after each text."""
 
+    groups, rest = (), None
+
     def rows(self, draws, sampling):
         return [torch.tensor([[0.05, 0.9, 0.05]] * len(draw.token_ids)).log() for draw in draws]
 
@@ -98,6 +102,14 @@ def test_gap_is_that_of_rounding(reported, gap):
     audit = ServerAudit(CompletionClient("http://x", "m", None, 1.0, 1, is_chat=False), LikelyTokens(), (), 200, 8, 1e-3, 3)
     audit._drawn = [(SamplingParams(), "", [Draw((5,), (1,) * len(reported), tuple(reported))])] * 2
     assert audit._measured_gap() == pytest.approx(gap, rel=0.01)
+
+
+@pytest.mark.parametrize(("tolerance", "error", "num_wrong"), [(0.01, 0.05, 0), (0.01, 0.15, 1), (1e-3, 0.05, 1), (0.5, 0.9, 0)])
+def test_listed_tokens_may_be_rounded(tolerance, error, num_wrong):
+    """The bug: F16's rounding of unlikely tokens in the lists was a violation, because the gap was that of drawn tokens."""
+    draw = Draw((5,), (1,), (-0.1054,), ((-0.1054, error - 2.9957, -2.9957),))
+    results = DrawTests([draw], LikelyTokens(), Meaning(), SamplingParams(), tolerance, 3).results("")
+    assert [one.num_wrong for one in results if one.check == "log-probabilities"] == [num_wrong]
 
 
 OWN_FAULTS = {

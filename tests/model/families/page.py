@@ -13,8 +13,8 @@ from tests.model.families.table import DIFFERENT, REFUSED, SERVED
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 _HEAD = """# Models
 
-`python -m tests.model.families.page` makes this page. `tests/model/families/` tries each family with a tiny random model:
-greedy texts under trees are `transformers.generate`'s, or the refusal is the one below.
+`python -m tests.model.families.page` makes this page. Its test tries each family with a tiny random model: greedy texts under
+trees are `transformers.generate`'s.
 
 ## Served
 

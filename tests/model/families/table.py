@@ -259,7 +259,7 @@ REFUSED = (
     ),
     Refused(
         ("mamba2", "falcon_h1", "bamba"),
-        f"{_STATE} with a time_step_limit, which holds in prompts alone",
+        "its time_step_limit holds in prompts alone, not token by token",
         {"time_step_limit": [0.001, 0.1]},
     ),
     Refused(("deepseek_v32", "glm_moe_dsa"), "layers of type indexed_attention cannot be driven"),
