@@ -35,7 +35,6 @@ from engine.weights import resolve
 
 _HERE = Path(__file__).resolve().parents[1]
 _LIMIT_S = 900.0
-_TIMED = 2  # prompts of a turn
 _PEAK_S = 0.3
 # Twelve sums hide the latency of two multiply-adds a cycle; `lanes` numbers are one register.
 _LOOP = """
@@ -152,10 +151,11 @@ def main() -> None:
                 with _serving(checkout.resolve(), args, folder) as address:
                     _first_token_s(address, args.model, range(100, 400))
                     foreign = ForeignCpu(lambda: sum(os.times()[:4]))
-                    for turn in range(_TIMED):
-                        first = 1000 + number * _TIMED + turn  # no prefix is shared
+                    for turn in range(args.prompts):
+                        first = 1000 + number * args.prompts + turn  # no prefix is shared
                         ids = [first, *(100 + 7919 * place % 40000 for place in range(args.tokens - 1))]
                         seconds[checkout.name].append(_first_token_s(address, args.model, ids))
+                        print(f"{checkout.name}: {seconds[checkout.name][-1]:.2f} s", file=sys.stderr, flush=True)
                     foreign_cpus.append(foreign.cpus() or 0.0)
     here = statistics.median(seconds[_HERE.name])
     rows = []
@@ -177,6 +177,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--set", nargs="+", type=pair_of, default=[], metavar="NAME=VALUE", help="settings of the servers")
     parser.add_argument("--tokens", type=int, default=7900, help="of the prompt")
+    parser.add_argument("--prompts", type=int, default=2, help="of a turn")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 
