@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.first_token import multiply_adds_of
+from benchmarks.peers.first_token import multiply_adds_of
 
 SIZES = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 61}
 

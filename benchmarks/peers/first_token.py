@@ -1,7 +1,7 @@
 """Seconds to the first token of a long prompt, of other checkouts and of this one by turns, and the processor's bound.
 
     git worktree add ../before COMMIT && make -C ../before install
-    python -m benchmarks.first_token ../before --model smollm2-135m --set dtype=float32 --rounds 3
+    python -m benchmarks.peers.first_token ../before --model smollm2-135m --set dtype=float32 --rounds 3
 
 Each turn starts a server, computes one prompt to warm up, and times prompts of `--tokens` tokens that share no prefix. The bound
 is the multiply-adds of the prompt's linear layers and attention, divided by the float32 multiply-adds a second of the processor.
@@ -37,7 +37,7 @@ from benchmarks.peers.processes import free_port
 from benchmarks.start import is_up, pair_of, program_of
 from engine.weights import resolve
 
-_HERE = Path(__file__).resolve().parents[1]
+_HERE = Path(__file__).resolve().parents[2]
 _LIMIT_S = 900.0
 _PEAK_S = 0.3
 # Twelve sums hide the latency of two multiply-adds a cycle; `lanes` numbers are one register.
