@@ -34,7 +34,7 @@ endif
 define INSTALL
 	@echo "installing $(2) in $(VENV): a few minutes where all is downloaded"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) | .ci/shown "making $(VENV)"
-	$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --no-compile -c constraints.txt -e '$(1)' \
+	@$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --no-compile -c constraints.txt -e '$(1)' \
 	  | .ci/shown "installing, or compiling the native library"
 	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/tests/' "$$($(BIN)/$(PURELIB))" | .ci/shown "compiling Python files" || true
 endef
@@ -49,12 +49,12 @@ install: $(INSTALLED) ## make the environment in .venv, with the versions of con
 # pip would compile 16,000 files one after another; a few are of other Pythons, and compile in none.
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 	$(call INSTALL,.[dev],the packages of development)
-	touch $@ $(SERVING)
+	@touch $@ $(SERVING)
 
 # What serving needs. Where all is installed, nothing is.
 $(SERVING): pyproject.toml constraints.txt $(NATIVE)
 	$(call INSTALL,.,the packages of the server)
-	touch $@
+	@touch $@
 
 weights: $(SERVING) ## fetch and convert the weights of MODEL (smollm2-135m), once
 	$(BIN)/latebranch weights fetch $(MODEL)

@@ -5,8 +5,10 @@ It implements the engine's interface and records. It is deterministic, and every
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
+
+from msgspec import structs
 
 from engine.core.service import EngineBusy, EngineHealth, EngineState, EngineUnavailable
 from engine.core.tree import Expansion
@@ -152,13 +154,13 @@ class FakeEngine:
             now, ids = ids[: (size := next(sizes))], ids[size:]
             events.append(_event(request, tuple(now), len(events)))
         events = events or [TokenEvent(request.request_id)]
-        events[0] = replace(events[0], num_cached_tokens=self.num_cached_tokens)
+        events[0] = structs.replace(events[0], num_cached_tokens=self.num_cached_tokens)
         if (num_top := request.sampling.num_prompt_logprobs) is not None:
             scores = tuple(_logprobs(token_id, num_top) for token_id in request.prompt_ids[1:])
             half = len(scores) // 2  # as of a prompt that is fed in two chunks
             first_half = TokenEvent(request.request_id, prompt_logprobs=scores[:half])
-            events = [first_half, replace(events[0], prompt_logprobs=scores[half:]), *events[1:]]
-        return [*events[:-1], replace(events[-1], finish=finish, stop_token_id=stop_id)]
+            events = [first_half, structs.replace(events[0], prompt_logprobs=scores[half:]), *events[1:]]
+        return [*events[:-1], structs.replace(events[-1], finish=finish, stop_token_id=stop_id)]
 
     def _cut(self, request: Request) -> tuple[list[int], FinishReason, int | None]:
         ends = set(request.sampling.stop_token_ids) | (set() if request.sampling.ignore_eos else set(self.eos_token_ids))

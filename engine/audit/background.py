@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from msgspec import structs
+
 from engine.audit.auditor import Auditor
 from engine.core.types import ModelInfo, Request, StepStats
 from engine.engine import Engine, StepOutput, with_end_tokens
@@ -62,7 +64,7 @@ class AuditedEngine:
         output = self._engine.step()
         self._last_step = output.stats.step
         self._auditor.observe(output.events)
-        return replace(output, stats=replace(output.stats, audit=self._auditor.taken_stats()))
+        return replace(output, stats=structs.replace(output.stats, audit=self._auditor.taken_stats()))
 
     def _audit(self) -> StepOutput:
         """Feed a chunk of a waiting record and check the tokens in it."""

@@ -139,7 +139,8 @@ def judge_coupled_natively(
     NonFiniteDistributionError as Coupled does.
     """
     noise_keys = [
-        [_noise_key(key, depth) for depth in range(max(tree.depths) + 1)] for tree, key in zip(trees, keys, strict=True)
+        [_noise_key(key, depth) for depth in range(1 if tree.num_nodes == 1 else max(tree.depths) + 1)]
+        for tree, key in zip(trees, keys, strict=True)
     ]
     walks = native_walks(logits_NV, trees, rows, temperatures, noise_keys, truncations)
     if faulty := [b for b, walk in enumerate(walks) if walk is None]:

@@ -1,11 +1,12 @@
 """One sample's text, entries and counts do not depend on how its tokens are spread over events."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.core.types import FinishReason, TokenEvent, TokenLogprobs
 from server.generation.sample import AcceptanceCounts, Choice, Piece
@@ -154,7 +155,7 @@ def test_kept_stop_token_is_text(keeps_stop: bool, skips_special: bool, word: st
     for stop_id, text in ((there, word), (end, special)):
         choice = _choice(codec, [], wishes=_Wishes(keeps_stop, skips_special))
         events = _events([hello, stop_id], [1], FinishReason.STOP)
-        pieces = _taken(choice, [*events[:-1], replace(events[-1], stop_token_id=stop_id)])
+        pieces = _taken(choice, [*events[:-1], structs.replace(events[-1], stop_token_id=stop_id)])
         assert "".join(piece.text for piece in pieces) == "hello" + text
         assert (choice.num_tokens, choice.finish) == (2, FinishReason.STOP)
 

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine.attention import packing
 from engine.attention.segments import chain_segment
@@ -80,14 +80,14 @@ def shifted(slots: Sequence[int], count: int) -> tuple[int, ...]:
 def off_by_one_table(scheduler: Scheduler, *args: Any) -> Row:
     """A context is read one slot beyond its own."""
     row = _ROW(scheduler, *args)
-    return replace(row, slots=shifted(row.slots, row.context_len))
+    return structs.replace(row, slots=shifted(row.slots, row.context_len))
 
 
 def another_rows_table(scheduler: Scheduler, *args: Any) -> Row:
     """A row reads its neighbour's context, which is as long or longer."""
     row = _ROW(scheduler, *args)
     longer = [one for one in scheduler._running if one.request_id != row.request_id and len(one.slots) >= row.context_len]
-    return replace(row, slots=(*longer[0].slots[: row.context_len], *row.slots[row.context_len :])) if longer else row
+    return structs.replace(row, slots=(*longer[0].slots[: row.context_len], *row.slots[row.context_len :])) if longer else row
 
 
 def first_nodes_kept(scheduler: Scheduler, sequence: Any, num_kept: int, path_slots: list[int]) -> None:

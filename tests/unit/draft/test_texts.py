@@ -1,13 +1,13 @@
 """The sources of a request's drafts: its own text, its prediction, its tenant's outputs; how they are mixed and trusted."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.core.enums import DraftSource, Origin
 from engine.core.step_plan import Row
@@ -128,7 +128,7 @@ def sureness(**sampling) -> tuple[bool, int]:
     history = begun(cache, range(60, 110), prediction_ids=(20, 21, 22, *range(30, 60)), sampling=params)
     history += [20, 21]
     length = predicted(cache, 8, 0.1)
-    (found,) = cache.distributions_after([(replace(row_of("r", history), sampling=params, num_prompt_tokens=50), ())])
+    (found,) = cache.distributions_after([(structs.replace(row_of("r", history), sampling=params, num_prompt_tokens=50), ())])
     assert found is not None
     return found.is_sure, length
 

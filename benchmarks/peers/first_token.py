@@ -1,12 +1,13 @@
 """Seconds to the first token of a long prompt, of other checkouts and of this one by turns, and the processor's bound.
 
     git worktree add ../before COMMIT && make -C ../before install
-    python -m benchmarks.first_token ../before --model smollm2-135m --set dtype=float32 --rounds 3
+    python -m benchmarks.peers.first_token ../before --model smollm2-135m --set dtype=float32 --rounds 3
 
 Each turn starts a server, computes one prompt to warm up, and times prompts of `--tokens` tokens that share no prefix. The bound
 is the multiply-adds of the prompt's linear layers and attention, divided by the float32 multiply-adds a second of the processor.
-A loop over registers measures these before each turn, with as many threads. It needs a C compiler. Prints medians with the lowest
-and the highest value, and ratios of the medians; the last line is JSON.
+A loop over registers measures these before each turn, with as many threads. It needs a C compiler. A busy machine changes the
+servers' processor time less than the seconds that pass. Prints medians with the lowest and the highest value, and ratios of the
+medians; the last line is JSON.
 """
 
 import argparse
@@ -27,15 +28,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
+import torch
+
+from benchmarks.foreign import ForeignCpu
 from benchmarks.markdown import table
+from benchmarks.peers.groups import ProcessGroup
 from benchmarks.peers.processes import free_port
 from benchmarks.start import is_up, pair_of, program_of
 from engine.weights import resolve
 
-_HERE = Path(__file__).resolve().parents[1]
+_HERE = Path(__file__).resolve().parents[2]
 _LIMIT_S = 900.0
-_TIMED = 2  # prompts of a turn
 _PEAK_S = 0.3
 # Twelve sums hide the latency of two multiply-adds a cycle; `lanes` numbers are one register.
 _LOOP = """
@@ -97,8 +100,8 @@ def multiply_adds_of(config: Mapping[str, Any], num_tokens: int) -> int:
 
 
 @contextlib.contextmanager
-def _serving(checkout: Path, args: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """Run a checkout's server; yield its address once it is ready."""
+def _serving(checkout: Path, args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, ProcessGroup]]:
+    """Run a checkout's server; yield its address and its processes once it is ready."""
     port = free_port()
     words = ["serve", "--model", args.model, *(f"--{name}={value}" for name, value in args.set), "--port", str(port)]
     process = subprocess.Popen(
@@ -115,7 +118,7 @@ def _serving(checkout: Path, args: argparse.Namespace, folder: Path) -> Iterator
             if process.poll() is not None or time.monotonic() - begin_s > _LIMIT_S:
                 raise SystemExit(f"the server of {checkout} did not start")
             time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", ProcessGroup(process.pid)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGINT)
@@ -138,9 +141,10 @@ def _first_token_s(address: str, model: str, ids: Sequence[int]) -> float:
 def main() -> None:
     """Print a table of checkouts, then one line of JSON."""
     args = _arguments()
-    num_threads = len(os.sched_getaffinity(0))
+    num_threads = torch.get_num_threads()
     count = multiply_adds_of(json.loads((resolve(args.model).folder / "config.json").read_text()), args.tokens)
     seconds: dict[str, list[float]] = defaultdict(list)
+    cpu_s: dict[str, list[float]] = defaultdict(list)
     bounds: list[float] = []
     foreign_cpus: list[float] = []
     with tempfile.TemporaryDirectory(prefix="latebranch-first-token-") as name:
@@ -149,26 +153,44 @@ def main() -> None:
         for number in range(args.rounds):
             for checkout in [*args.checkouts, _HERE]:
                 bounds.append(count / peak.measured())
-                with _serving(checkout.resolve(), args, folder) as address:
+                with _serving(checkout.resolve(), args, folder) as (address, processes):
                     _first_token_s(address, args.model, range(100, 400))
                     foreign = ForeignCpu(lambda: sum(os.times()[:4]))
-                    for turn in range(_TIMED):
-                        first = 1000 + number * _TIMED + turn  # no prefix is shared
+                    for turn in range(args.prompts):
+                        first = 1000 + number * args.prompts + turn  # no prefix is shared
                         ids = [first, *(100 + 7919 * place % 40000 for place in range(args.tokens - 1))]
+                        begin_s = processes.cpu_s()
                         seconds[checkout.name].append(_first_token_s(address, args.model, ids))
+                        cpu_s[checkout.name].append(processes.cpu_s() - begin_s)
+                        latest = f"{seconds[checkout.name][-1]:.2f} s, {cpu_s[checkout.name][-1]:.2f} of the processors"
+                        print(f"{checkout.name}: {latest}", file=sys.stderr, flush=True)
                     foreign_cpus.append(foreign.cpus() or 0.0)
-    here = statistics.median(seconds[_HERE.name])
+    here, here_cpu = statistics.median(seconds[_HERE.name]), statistics.median(cpu_s[_HERE.name])
     rows = []
     for checkout_name, found in seconds.items():
         middle = statistics.median(found)
-        cells = [f"{middle:.2f} ({min(found):.2f}–{max(found):.2f})", f"{here / middle:.2f}", f"{middle / min(bounds):.2f}"]
+        used = statistics.median(cpu_s[checkout_name])
+        ratios = [f"{one:.2f}" for one in (here / middle, middle / min(bounds), used, here_cpu / used)]
+        cells = [f"{middle:.2f} ({min(found):.2f}–{max(found):.2f})", *ratios]
         rows.append(["this checkout" if checkout_name == _HERE.name else checkout_name, *cells])
-    rows.append(["bound", f"{min(bounds):.2f} ({min(bounds):.2f}–{max(bounds):.2f})", f"{here / min(bounds):.2f}", "1.00"])
-    print(table([f"{args.tokens} tokens", "first token, s", "this checkout over it", "over the bound"], rows))
+    rows.append(
+        ["bound", f"{min(bounds):.2f} ({min(bounds):.2f}–{max(bounds):.2f})", f"{here / min(bounds):.2f}", "1.00", "", ""]
+    )
+    heads = ["first token, s", "this checkout over it", "over the bound", "processor time, s", "this checkout over it"]
+    print(table([f"{args.tokens} tokens", *heads], rows))
     settings = " ".join(f"{name}={value}" for name, value in args.set)
     speed = f"{num_threads} threads at {count / min(bounds) / 1e9:.0f} billion a second"
     print(f"{args.model} {settings}; {count:.3g} multiply-adds, {speed}")
-    print(json.dumps({"seconds": seconds, "bound_s": bounds, "foreign_cpus": foreign_cpus, "most_foreign": MAX_FOREIGN_CPUS}))
+    print(
+        json.dumps(
+            {
+                "seconds": seconds,
+                "cpu_s": cpu_s,
+                "bound_s": bounds,
+                "foreign_cpus": foreign_cpus,
+            }
+        )
+    )
 
 
 def _arguments() -> argparse.Namespace:
@@ -177,6 +199,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--set", nargs="+", type=pair_of, default=[], metavar="NAME=VALUE", help="settings of the servers")
     parser.add_argument("--tokens", type=int, default=7900, help="of the prompt")
+    parser.add_argument("--prompts", type=int, default=2, help="of a turn")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 
