@@ -91,7 +91,7 @@ def test_a_part_that_hangs_is_ended(tmp_path, monkeypatch):
     assert worker.returncode
 
 
-def test_parts_cut_by_the_sessions_end_go_on(tmp_path, monkeypatch):
+def test_parts_cut_by_the_end_go_on(tmp_path, monkeypatch):
     """The bug: a part that was ended with its session counted as too long, and the next session left it out."""
     path = tmp_path / "found.jsonl"
     monkeypatch.setattr(session, "_GRACE_S", 0.5)
