@@ -98,10 +98,14 @@ def head_growers(model: CausalModel, resources: GraphResources, num_rows: int, i
     trees = [replace(_row(index, index * _SLOTS), draft_ids=(1,)) for index in range(num_rows)]
     drafter = HeadDrafter("head", head.requires_grad_(False).eval(), model, num_rows * _SLOTS, precision=model.precision)
     drafter.record(resources, attend, _SLOTS)
+    with torch.inference_mode():
+        vars(drafter)["_pool"].rows_SW.normal_()  # features, which the target's passes would have stored
     drafter.feed([replace(row, draft_len=0, draft_ids=(1,) * (_ROOT + 1)) for row in trees], [])
     growers: dict[str, TreeGrower] = {
         "rounds": RoundGrower(drafter, vocab_size, device),
         "device": DeviceGrower.of(drafter, vocab_size, device),
     }
-    assert all(grower.can_grow(trees) for grower in growers.values())
+    for grower in growers.values():
+        assert grower.can_grow(trees)
+        assert grower.grow(trees, Calibrations(), None).num_rounds > 1
     return {name: partial(grower.grow, trees, Calibrations(), None) for name, grower in growers.items()}

@@ -8,8 +8,8 @@ again, unless `--again` names it. A part whose time was over goes on in the next
 that it has. So a lease in pieces is several sessions, each with the minutes of its piece. Models have random weights, made on
 the spot. `--device cpu --tiny` runs all in a minute, with other times.
 
-It needs torch, triton, transformers, numpy, jaxtyping, safetensors, msgspec and llguidance; the part of tests pytest, beartype,
-hypothesis, httpx and openai. Carry the wheels of what a machine without a package index lacks, and unpack them on PYTHONPATH.
+Besides torch, triton and transformers it needs a few packages, which a machine without a package index lacks. The command that
+collects them is printed where one is missing (CARRY). `PYTHONPATH=carried:.` then finds them there.
 """
 
 import argparse
@@ -38,7 +38,12 @@ PARTS = {  # seconds at most, of twelve minutes
     "formats": 70,
     "races": 40,
 }
-NEEDED = ("torch", "transformers", "numpy", "jaxtyping", "safetensors", "msgspec", "llguidance")
+NEEDED = ("torch", "transformers", "numpy", "jaxtyping", "safetensors", "msgspec", "llguidance", "yaml")
+CARRIED = ("msgspec", "llguidance", "jaxtyping", "wadler-lindig", "pyyaml", "pytest", "pluggy", "iniconfig", "pygments")
+CARRY = (
+    "pip install --no-deps --only-binary :all: --python-version {python} --platform manylinux_2_28_x86_64"
+    f" --platform manylinux2014_x86_64 --platform any --target carried {' '.join(CARRIED)}"
+)
 LATE = "its time is over"
 _GRACE_S = 30.0  # that a worker may need beyond its part's time
 _COLUMNS = ("part", "model", "case", "value", "unit", "ratio", "to", "aim")
@@ -62,7 +67,8 @@ def main(arguments: list[str]) -> None:
         run_parts(path, _open_parts(path, args.only), PARTS, args.device, args.tiny, args.minutes * 60)
         return
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise SystemExit(f"missing: {', '.join(missing)}")
+        command = CARRY.format(python=f"{sys.version_info.major}.{sys.version_info.minor}")
+        raise SystemExit(f"missing: {', '.join(missing)}; collect them with a package index:\n{command}")
     path.parent.mkdir(parents=True, exist_ok=True)
     _append(path, {"part": "session"})
     for name in args.again:
@@ -99,11 +105,11 @@ def _watched(worker: "subprocess.Popen[bytes]", path: Path, end_s: float) -> str
         if (begun := _begun(path)) != current:
             current, since_s = begun, time.monotonic()
             _written(path)
-        limit_s = min(since_s + PARTS.get(current or "", 120) + _GRACE_S, end_s + _GRACE_S)
-        if time.monotonic() > limit_s:
+        limit_s = since_s + PARTS.get(current or "", 120) + _GRACE_S
+        if time.monotonic() > min(limit_s, end_s + _GRACE_S):
             worker.kill()
             worker.wait()
-            return "it took too long"
+            return "it took too long" if limit_s <= end_s + _GRACE_S else LATE
     return f"its worker ended with {worker.returncode}"
 
 

@@ -151,11 +151,14 @@ def _command(session: Session, part: str, command: Sequence[str]) -> None:
     left_s = max(1.0, session.end_s - time.monotonic())
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=left_s, check=False)
-    except subprocess.TimeoutExpired:
-        session.figures.add(part, left_out=f"{left_s:.0f} s are over")
+    except subprocess.TimeoutExpired as error:
+        session.figures.add(part, left_out=f"{left_s:.0f} s are over after {_last_line((error.stdout or b'').decode())}")
         return
-    last = next(iter((done.stdout + done.stderr).strip().splitlines()[::-1]), "")
-    session.figures.add(part, case=last[:120], value=done.returncode, unit="status", aim="0")
+    session.figures.add(part, case=_last_line(done.stdout + done.stderr), value=done.returncode, unit="status", aim="0")
+
+
+def _last_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()[::-1]), "no output")[:120]
 
 
 def _exact(session: Session) -> None:

@@ -140,8 +140,8 @@ class DeviceGrowth:
             table_pass = passes.recordings.pass_of(pass_shape)
             ids_M = None if passes.vocab is None else passes.vocab.ids_M
             rounds = DeviceRounds(shape, table_pass, ids_M, num_known, passes.dummy_slot)
-            begin, advance = map(passes.recordings.recorder.record, (rounds.begin, rounds.advance))
-            self._recorded[key] = _Recorded(rounds, table_pass, begin, advance)
+            record = passes.recordings.recorder.record
+            self._recorded[key] = _Recorded(rounds, table_pass, record(rounds.begin), record(rounds.advance))
         return self._recorded[key]
 
 

@@ -36,7 +36,7 @@ class TreeNumbers(NamedTuple):
 
     The first five are flags: ranked with noise, valued by agreement, of a fixed shape, truncated, with logits at the root. A tree
     has at most `rounds` rounds with `lanes` nodes each, `max_nodes` fed nodes, `branches` children of a node, and its nodes above
-    `depth` have children. In a fixed shape a node's place says how many children it has, and their places. `keys` are those of
+    `depth` have children. A place of a fixed shape has a number of children, and their places. `keys` are those of
     the noise after each depth. `slots` are the nodes', `tails` the places of their keys in the table, `position` is the root's.
     """
 

@@ -182,7 +182,7 @@ class DeviceRounds:
             kept.copy_(new)
 
     def _feed(self) -> None:
-        """Write the lanes to the table. Nodes without keys stand for the root there, and no lane sees them."""
+        """Write the lanes to the table. Nodes without keys have the root's slot there, and no lane sees them."""
         given, lanes, end = self._given, self._lanes, self._shape.num_nodes + 1
         rows_BWN = lanes.parent[:, :, None].expand(-1, -1, end)
         sees_BWN = self._sees_BNN.gather(1, rows_BWN) | (lanes.node[:, :, None] == torch.arange(end, device=self._device))

@@ -91,6 +91,17 @@ def test_a_part_that_hangs_is_ended(tmp_path, monkeypatch):
     assert worker.returncode
 
 
+def test_parts_cut_by_the_end_go_on(tmp_path, monkeypatch):
+    """The bug: a part that was ended with its session counted as too long, and the next session left it out."""
+    path = tmp_path / "found.jsonl"
+    monkeypatch.setattr(session, "_GRACE_S", 0.5)
+    session._append(path, {"part": "begun", "name": "verify"})
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    session._append(path, {"part": "ended", "name": "verify", "left_out": session._watched(worker, path, time.monotonic() + 0.1)})
+    session._append(path, {"part": "session"})
+    assert session._open_parts(path, ["verify"]) == ["verify"]
+
+
 @pytest.mark.parametrize("linears", ["plain", "fp8"])
 def test_answers_are_known_in_every_format(linears):
     """So that drafts of a known share are right, whatever a format rounds."""
@@ -162,8 +173,10 @@ def test_a_session_without_workers_ends(tmp_path, monkeypatch, capsys):
 
 
 def test_missing_packages_are_named_together(tmp_path, monkeypatch):
+    """With the command that collects packages for this Python."""
     monkeypatch.setattr(session, "NEEDED", ("torch", "no_such_package", "nor_this"))
-    with pytest.raises(SystemExit, match="missing: no_such_package, nor_this"):
+    version = f"{sys.version_info.major}[.]{sys.version_info.minor}"
+    with pytest.raises(SystemExit, match=rf"missing: no_such_package, nor_this; .*\n.*--python-version {version} .*msgspec"):
         session.main(["--device", "cpu", "--tiny", "--out", str(tmp_path / "found")])
 
 

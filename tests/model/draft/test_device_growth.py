@@ -232,7 +232,7 @@ def test_drafting_steps_read_once(drafter, tree, tmp_path):
     assert sum(num_rounds > 2 for _, num_rounds in by_step) >= 3
 
 
-def test_noise_of_tokens_is_that_of_the_vocabulary():
+def test_noise_by_tensors_has_equal_bits():
     """Bit for bit, by keys in a tensor."""
     keys = [stream_key(seed, 5, Stream.TOKEN) for seed in (0, 7, 1 << 62)]
     ids_M = torch.tensor([3, 0, 59, 17])

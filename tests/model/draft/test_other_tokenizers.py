@@ -8,6 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.attention.paged.buffer import TableBuffer
+from engine.attention.paged.graph_recorder import Unrecorded
+from engine.attention.paged.graphs import GraphResources
+from engine.attention.paged.padding_shapes import PaddingShapes
+from engine.attention.paged.reference import attend
 from engine.build import build_engine
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.step_plan import Row
@@ -20,6 +25,7 @@ from engine.draft.models.translating_drafter import TranslatingDrafter
 from engine.draft.text.text_cache import TextCache
 from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees import sampling as children
+from engine.draft.trees.grow import DeviceGrower
 from engine.testing import tiny_module
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.distributions import text_distribution
@@ -36,6 +42,7 @@ from tests.model.draft.other_tokenizers import (
     vocabulary,
 )
 from tests.model.driving import Session, greedy, run, sampled
+from tests.model.passes import CPU
 
 CHAIN, DELAYED, HEAP = Expansion(4, 1, 0), Expansion(1, 3, 2), Expansion(0, 3, 4, "heap", 8)
 NOISE_AWARE = Expansion(0, 3, 4, "noise_aware", 6)
@@ -331,3 +338,12 @@ def test_configured_pair_of_other_tokenizer_is_served(tmp_path, caplog):
     assert "the tokenizers differ" in caplog.text
     assert session.texts()["r"] == greedy_text(target, PROMPT, 16)
     assert num_accepted(session) > 0
+
+
+def test_recorded_passes_grow_in_rounds():
+    """A node is a token of the target, and may be a part of one of the drafter's, which a device cannot feed."""
+    drafter = drafter_of(*OTHER)
+    drafter._model.attend = attend
+    drafter.record(GraphResources(TableBuffer(4096, CPU), PaddingShapes(8), Unrecorded()))
+    assert drafter.level_passes is None
+    assert not DeviceGrower.of(drafter, 61, CPU).can_grow([])

@@ -319,3 +319,52 @@ def test_a_wrong_launch_is_noticed(change, monkeypatch):
 
     monkeypatch.setattr(kernels, "rotated", Wrong())
     assert most_error(*(rotated_by(one, layer, size, torch.float32, 24) for one in (Kernels(), TorchOperations()))) > WRONG
+
+
+WRONG_ARGUMENTS = {  # of other kernels, by their places: each mutant changes one
+    "gated": {
+        "norm": (1, torch.ones_like),
+        "weight row": (2, lambda weight: weight.roll(1, 0)),
+        "scales": (3, lambda scales: scales.roll(1, 0)),
+        "tokens": (5, lambda count: count - 1),
+        "eps": (6, lambda _: 0.5),
+    },
+    "product": {
+        "weight row": (2, lambda weight: weight.roll(1, 0)),
+        "scales": (3, lambda scales: scales.roll(1, 0)),
+        "tokens": (5, lambda count: count - 1),
+        "rows": (6, lambda count: count - 1),
+    },
+}
+
+
+def products_error(kind: str) -> float:
+    """Return the error of a product of eight-bit weights, whose scales differ, by its kernel."""
+    layer, states = layer_of(16, torch.bfloat16, is_fp8=True), states_of(20, torch.bfloat16)
+    inner, found = TorchOperations().gated(states, layer, EPS), []
+    for operations in (Kernels(), TorchOperations()):
+        with widened_products():
+            if kind == "gated":
+                found.append([operations.gated(states, layer, EPS)])
+            else:
+                added = states.clone()
+                operations.add_product(added, inner, layer.down)
+                found.append([added - states])
+    return most_error([one.nan_to_num(1.0) for one in found[0]], found[1])
+
+
+@needs_triton
+@pytest.mark.parametrize(("kind", "change"), [(kind, change) for kind, changes in WRONG_ARGUMENTS.items() for change in changes])
+def test_wrong_products_are_noticed(kind, change, monkeypatch):
+    original, (place, changed) = getattr(kernels, kind), WRONG_ARGUMENTS[kind][change]
+    assert products_error(kind) < ROUNDING
+
+    class Wrong:
+        def __getitem__(self, grid):
+            def launched(*args, **constants):
+                return original[grid](*(*args[:place], changed(args[place]), *args[place + 1 :]), **constants)
+
+            return launched
+
+    monkeypatch.setattr(kernels, kind, Wrong())
+    assert products_error(kind) > ROUNDING
