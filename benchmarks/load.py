@@ -169,7 +169,9 @@ def shuffled_head(path: Path, folder: Path) -> str:
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
     """Measure round by round, loads ascending and then descending, contenders in an order that changes; append JSON lines."""
-    config = load_settings(args.config, {"policy": "adaptive"}).to_tool_config()
+    settings = load_settings(args.config, {"policy": "adaptive"})
+    settings = load_settings(args.config, {"policy": "adaptive", "max_running": max(settings.max_running, *args.batches)})
+    config = settings.to_tool_config()
     head = shuffled_head(args.head, folder) if args.useless else str(args.head)
     models: dict[tuple[str, str], CausalModel] = {}
 

@@ -155,14 +155,22 @@ def rows_of(cell: Cell, is_short: bool = False) -> Iterator[dict[str, str]]:
 
 
 def page_rows(cells: Sequence[Cell]) -> Iterator[dict[str, str]]:
-    """Yield two short rows for each rule, tokens a step and speed over plain decoding, with a value for each pair in a figure."""
+    """Yield a short row for each rule: tokens a step, then speed over plain decoding, with a value for each pair in a figure.
+
+    Selectors have their speed alone.
+    """
     for rule in _RULES:
-        for is_speed, measure in ((False, "tokens"), (True, "speed")):
-            row = {"rule": ", ".join(rule), "": measure}
-            for group in ("root-branched", "delayed", "heap", *WAYS, "oracle"):
-                found = [cell.best(rule, group, is_speed) for cell in cells]
-                row[group] = "/".join(f"{one.ratio:.2f}" for one in found if one is not None)
-            yield row
+        row = {"rule": rule[0] if rule[1] != "distinct" else " ".join(rule)}
+        for group in ("root-branched", "delayed", "heap"):
+            row[group] = " ".join(_of_pairs(cells, rule, group, is_speed) for is_speed in (False, True)).strip()
+        row[", ".join(WAYS)] = " ".join(_of_pairs(cells, rule, way, is_speed=True) for way in WAYS)
+        row["oracle"] = " ".join(_of_pairs(cells, rule, "oracle", is_speed) for is_speed in (False, True))
+        yield row
+
+
+def _of_pairs(cells: Sequence[Cell], rule: tuple[str, str], group: str, is_speed: bool) -> str:
+    found = (cell.best(rule, group, is_speed) for cell in cells)
+    return "/".join(f"{one.ratio:.2f}" for one in found if one is not None)
 
 
 def _figure(best: Chosen | None) -> str:
