@@ -1,4 +1,4 @@
-"""Tokens a second by load: ways to choose trees beside plain decoding, on the same requests, 1 to 32 at a time, kinds mixed.
+"""Tokens a second by load: ways to choose trees beside plain decoding, on the same requests, 1 to 256 at a time, kinds mixed.
 
 python -m benchmarks.load run --config configs/default.yaml --head HEAD --contenders policy static:beam.8 --out load.jsonl
 python -m benchmarks.load report load.jsonl
@@ -167,9 +167,15 @@ def shuffled_head(path: Path, folder: Path) -> str:
     return str(folder / "useless.safetensors")
 
 
+def room_for(path: Path, batches: Sequence[int]) -> dict[str, int]:
+    """Return the settings that give the largest load room in a step, where a configuration has less."""
+    settings, largest = load_settings(path, {}), max(batches)
+    return {name: max(getattr(settings, name), largest) for name in ("max_running", "max_step_tokens")}
+
+
 def measure(args: argparse.Namespace, folder: Path) -> None:
     """Measure round by round, loads ascending and then descending, contenders in an order that changes; append JSON lines."""
-    config = load_settings(args.config, {"policy": "adaptive"}).to_tool_config()
+    config = load_settings(args.config, {"policy": "adaptive", **room_for(args.config, args.batches)}).to_tool_config()
     head = shuffled_head(args.head, folder) if args.useless else str(args.head)
     models: dict[tuple[str, str], CausalModel] = {}
 

@@ -142,6 +142,9 @@ def _arguments() -> argparse.Namespace:
         parser.error("--useless needs --head")
     if not all("=" in setting for setting in args.set):
         parser.error("--set needs NAME=VALUE")
+    from benchmarks.load import room_for  # here, because another checkout's benchmarks may not have it
+
+    args.set = [*(f"{name}={value}" for name, value in room_for(Path(args.config), args.batches).items()), *args.set]
     return args
 
 

@@ -25,16 +25,18 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--stride", type=int, default=10, help="tokens between two roots of a text")
     parser.add_argument("--most-roots", type=int, default=9, help="of a text")
+    parser.add_argument("--measured", action="store_true", help="measure nothing: tables of what there is")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     amount = Amount(tuple(args.samplings), args.num_texts, args.max_tokens, args.stride, args.most_roots)
     prompts, roots = read_prompts(BENCH_PROMPTS, args.kinds, args.num_prompts), {}
     for name in args.pairs:
-        if missing := PAIRS[name].missing:
-            sys.stderr.write(f"{name} is left out: the weights of {', '.join(missing)} are not cached\n")
-            continue
         file = args.out / f"{name}.jsonl"
-        collect(PAIRS[name], prompts, amount, file)
+        if not args.measured:
+            if missing := PAIRS[name].missing:
+                sys.stderr.write(f"{name} is left out: {', '.join(missing)} is not cached\n")
+                continue
+            collect(PAIRS[name], prompts, amount, file)
         lines = [line for line in read(file) if "tokens" in line]
         roots[name] = [line for line in lines if (line["temperature"], line["top_p"]) in amount.samplings]
     write_report(roots, args.out)

@@ -56,32 +56,37 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a drafter."""
+    """A target and a drafter. `lens` is the file of an early-exit drafter that does not ship."""
 
     name: str
     config: str
     presets: tuple[str, ...]
     dtype: str = "float32"
+    lens: str = ""
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The models whose weights are not in the cache."""
+        """The models whose weights are not in the cache, and the lens if there is no such file."""
         cache, presets = WeightsCache(default_root()), load_presets()
-        return tuple(name for name in self.presets if find_preset(presets[name], cache) is None)
+        models = tuple(name for name in self.presets if find_preset(presets[name], cache) is None)
+        return models if not self.lens or Path(self.lens).is_file() else (*models, self.lens)
 
     def engine_config(self) -> EngineConfig:
         """Return the configuration without cached text: its trees replace passes of the model."""
-        config = load_settings(
-            Path(self.config), {"policy": "adaptive", "verifier": "coupled", "dtype": self.dtype}
-        ).to_tool_config()
-        return replace(config, cached_text=False)
+        settings = {"policy": "adaptive", "verifier": "coupled", "dtype": self.dtype, "model": self.presets[0]}
+        if self.lens:
+            settings["lens"] = str(Path(self.lens).resolve())
+        return replace(load_settings(Path(self.config), settings).to_tool_config(), cached_text=False)
 
 
+_QWEN = "qwen2.5-coder-1.5b"
 PAIRS = {
     one.name: one
     for one in (
         Pair("smollm2-head", "configs/default.yaml", ("smollm2-135m",)),
-        Pair("qwen-head", "configs/qwen-coder-head.yaml", ("qwen2.5-coder-1.5b",), "compact"),
-        Pair("qwen-0.5b", "configs/qwen-coder.yaml", ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"), "compact"),
+        Pair("qwen-head", "configs/qwen-coder-head.yaml", (_QWEN,), "compact"),
+        Pair("qwen-0.5b", "configs/qwen-coder.yaml", (_QWEN, "qwen2.5-coder-0.5b"), "compact"),
+        # latebranch drafter fit-lens --target gemma3-270m --layers 9 --out gemma3-270m-lens.safetensors
+        Pair("gemma3-early-exit", "configs/smollm2-early-exit.yaml", ("gemma3-270m",), lens="gemma3-270m-lens.safetensors"),
     )
 }

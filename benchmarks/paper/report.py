@@ -30,6 +30,7 @@ _GROUPS: dict[str, Sequence[int]] = {
 }
 _RULES = tuple((name, family.name) for family in FAMILIES for name in family.verifiers)
 _REFERENCE = ("traversal", "i.i.d.")
+_CHOSEN = ("delayed", "heap", *WAYS, "oracle")
 _NUM_RESAMPLES = 2000
 _DEPTHS_HEAD = ("pair", "temperature", "top_p", "depth", "chance", "accepted there", "overlap of all drafts")
 
@@ -130,33 +131,46 @@ def _mean(tokens_RM: Array, cost_RM: Array) -> tuple[Array, Array]:
 _UNFITTED = {"oracle": _in_hindsight, "branched": _mean}
 
 
-def rows_of(cell: Cell) -> Iterator[dict[str, str]]:
+_SHORT = ("delayed over root-branched", "linear over traversal's root-branched", "oracle over traversal's root-branched")
+
+
+def rows_of(cell: Cell, is_short: bool = False) -> Iterator[dict[str, str]]:
     """Yield a row for each rule: tokens a step and speed over plain decoding of each group's best shape, and what is ahead."""
     for rule in _RULES:
         row = {"rule": rule[0], "drawn": rule[1], "roots": str(cell.num_roots)}
         for is_speed, measure in ((False, "tokens"), (True, "speed")):
             found = {group: cell.best(rule, group, is_speed) for group in _GROUPS}
             row |= {f"{measure}: {group}": _figure(best) for group, best in found.items()}
-            branched, of_traversal = found.pop("branched"), cell.best(_REFERENCE, "branched", is_speed)
-            row[f"{measure}: branched over traversal's"] = _ahead(branched, of_traversal)
-            root, reference = found.pop("root-branched"), cell.best(_REFERENCE, "root-branched", is_speed)
-            row |= {f"{measure}: {group} over root-branched": _ahead(best, root) for group, best in found.items()}
-            row[f"{measure}: root-branched over traversal's"] = _ahead(root, reference)
-            for group in ("delayed", *WAYS, "oracle"):
-                row[f"{measure}: {group} over traversal's root-branched"] = _ahead(found[group], reference)
-            for group in ("linear", "network"):
-                row[f"{measure}: {group} over counting"] = _ahead(found[group], found["counting"])
+            differences = {
+                "branched over traversal's": (found["branched"], cell.best(_REFERENCE, "branched", is_speed)),
+                **{f"{group} over root-branched": (found[group], found["root-branched"]) for group in _CHOSEN},
+                **{
+                    f"{group} over traversal's root-branched": (found[group], cell.best(_REFERENCE, "root-branched", is_speed))
+                    for group in ("root-branched", *_CHOSEN)
+                },
+                **{f"{way} over counting": (found[way], found["counting"]) for way in ("linear", "network")},
+            }
+            row |= {f"{measure}: {name}": _ahead(*both) for name, both in differences.items() if name in _SHORT or not is_short}
         yield row
 
 
-def page_rows(cell: Cell) -> Iterator[dict[str, str]]:
-    """Yield a short row for each rule: tokens a step, then speed over plain decoding, of each group's best shape."""
+def page_rows(cells: Sequence[Cell]) -> Iterator[dict[str, str]]:
+    """Yield a short row for each rule: tokens a step, then speed over plain decoding, with a value for each pair in a figure.
+
+    Selectors have their speed alone.
+    """
     for rule in _RULES:
-        row = {"rule": ", ".join(rule)}
-        for group in ("root-branched", "delayed", "heap", *WAYS, "oracle"):
-            both = [best for is_speed in (False, True) if (best := cell.best(rule, group, is_speed)) is not None]
-            row[group] = ", ".join(f"{one.ratio:.2f}" for one in both)
+        row = {"rule": rule[0] if rule[1] != "distinct" else " ".join(rule)}
+        for group in ("root-branched", "delayed", "heap"):
+            row[group] = " ".join(_of_pairs(cells, rule, group, is_speed) for is_speed in (False, True)).strip()
+        row[", ".join(WAYS)] = " ".join(_of_pairs(cells, rule, way, is_speed=True) for way in WAYS)
+        row["oracle"] = " ".join(_of_pairs(cells, rule, "oracle", is_speed) for is_speed in (False, True))
         yield row
+
+
+def _of_pairs(cells: Sequence[Cell], rule: tuple[str, str], group: str, is_speed: bool) -> str:
+    found = (cell.best(rule, group, is_speed) for cell in cells)
+    return "/".join(f"{one.ratio:.2f}" for one in found if one is not None)
 
 
 def _figure(best: Chosen | None) -> str:
@@ -186,27 +200,28 @@ def depths_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, float
 
 def write_report(roots: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> None:
     """Write tables into a folder: cells.csv by sampling and kind, summary.csv and page.csv of all samplings, and the depths."""
-    cells, summary, page, depths = [], [], [], []
+    cells, summary, depths, wholes = [], [], [], []
     for pair, lines in roots.items():
         if not lines:
             continue
         lines = with_choices(lines)
         whole = Cell(lines)
+        wholes.append(whole)
         summary += [{"pair": pair, **row} for row in rows_of(whole)]
-        page += [{"pair": pair, **row} for row in page_rows(whole)]
         for temperature, top_p in sorted({(line["temperature"], line["top_p"]) for line in lines}):
             of_setting = [line for line in lines if (line["temperature"], line["top_p"]) == (temperature, top_p)]
             setting = {"pair": pair, "temperature": f"{temperature:g}", "top_p": f"{top_p:g}"}
             for kind in ("all", *sorted({line["kind"] for line in of_setting})):
                 of_kind = [line for line in of_setting if kind in ("all", line["kind"])]
-                cells += [{**setting, "kind": kind, **row} for row in rows_of(Cell(of_kind))]
+                cells += [{**setting, "kind": kind, **row} for row in rows_of(Cell(of_kind), is_short=True)]
             depths += [
                 dict(zip(_DEPTHS_HEAD, (*setting.values(), str(depth), *(f"{one:.3f}" for one in values)), strict=True))
                 for depth, values in enumerate(depths_of(of_setting), 1)
             ]
-    for name, rows in {"cells.csv": cells, "summary.csv": summary, "page.csv": page, "depths.csv": depths}.items():
+    tables = {"cells.csv": cells, "summary.csv": summary, "page.csv": [*page_rows(wholes)], "depths.csv": depths}
+    for name, rows in tables.items():
         _write(out / name, rows)
-    draw_depths(depths, out / "depths.png")
+    draw_depths(depths, out / "depths.svg")
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, str]]) -> None:

@@ -1,6 +1,6 @@
 """Replays selectors: each chooses a tree at every root from what is known before drafting, and learns from other prompts alone.
 
-Counting is told every tree's tokens at the earlier roots of the text. A server's counts know the drafted trees alone. The others
+Counting has every tree's tokens at the earlier roots of the text. A server's counts know the drafted trees alone. The others
 predict what counting misses: `linear` by ridge regression on scalars, `network` from both models' states as well. Seconds are
 the training roots' means. Shape key: R roots, M shapes, K rules, X features.
 """

@@ -38,6 +38,8 @@ def _section(entry: dict[str, Any]) -> Iterator[str]:
         yield table(head, rows) + "\n"
     else:
         yield table(["what", "result", "command"], entry["rows"]) + "\n"
+    if "figure" in entry:
+        yield f"![{entry['shows']}](../benchmarks/results/{entry['figure']})\n"
     data = "".join(f", [{name}](../benchmarks/results/{name})" for name in entry.get("data", ()))
     yield f"Measured on {entry['machine']}{'. All cells: ' + data[2:] if data else ''}.\n"
 

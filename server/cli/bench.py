@@ -14,6 +14,7 @@ from server.cli.parser import number_within, positive_int, tree_shape
 from server.settings import SettingsError, load_settings
 
 _EXPANSIONS = [Expansion(4, 1, 0), Expansion(8, 1, 0), Expansion(2, 2, 3), Expansion(0, 3, 4)]
+_VERIFIERS = ["traversal", "specinfer", "nss"]
 
 
 def add_bench_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -22,8 +23,10 @@ def add_bench_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, threads")
     add_prompt_flags(command, num_prompts=4)
     command.add_argument("--temperatures", nargs="+", type=number_within(0.0, math.inf, "[)"), default=[0.0, 1.0])
-    command.add_argument("--expansions", nargs="+", type=tree_shape, default=_EXPANSIONS, metavar="TREE")
-    command.add_argument("--verifiers", nargs="+", default=["traversal", "specinfer", "nss"], metavar="NAME")
+    command.add_argument(
+        "--expansions", nargs="+", type=tree_shape, metavar="TREE", help="default: " + " ".join(map(str, _EXPANSIONS))
+    )
+    command.add_argument("--verifiers", nargs="+", metavar="NAME", help="default: " + " ".join(_VERIFIERS))
     command.add_argument("--max-tokens", type=positive_int, default=96, help="tokens generated for each prompt")
     command.add_argument("--concurrency", type=positive_int, default=1, help="requests in the engine at a time")
     command.add_argument("--rounds", type=positive_int, default=3, help="times everything is run, interleaved")
@@ -38,6 +41,9 @@ def _bench(parsed: argparse.Namespace) -> int:
     try:
         settings = load_settings(parsed.config, {})
         texts = read_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts)
+        if parsed.oracle and (parsed.expansions or parsed.verifiers):
+            raise BenchError("--oracle runs the configured drafter: leave out --expansions and --verifiers")
+        parsed.expansions, parsed.verifiers = parsed.expansions or _EXPANSIONS, parsed.verifiers or _VERIFIERS
         _check_pairs(parsed.verifiers, parsed.expansions)
         from server.cli.bench_run import bench  # here, because it brings torch
 

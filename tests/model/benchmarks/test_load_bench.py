@@ -4,10 +4,12 @@ import argparse
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
-from benchmarks.load import Way, requests_of
+from benchmarks import load_checkouts
+from benchmarks.load import Way, requests_of, room_for
 from engine.core.types import Speculation
 from engine.testing import tiny_engine, tiny_pair
 
@@ -53,3 +55,16 @@ def test_rounds_differ_in_seeds_contenders_do_not(way):
         for name in ("policy", "plain")
     ]
     assert of_ways[0] == of_ways[1]
+
+
+@pytest.mark.parametrize(("batches", "running", "tokens"), [((1, 4), 32, 512), ((256, 1), 256, 512), ((64, 700), 700, 700)])
+def test_steps_have_room_for_every_load(batches, running, tokens):
+    """The bug: a load above `max_running` ended with an error, because no step had all its sequences."""
+    assert room_for(Path("configs/default.yaml"), batches) == {"max_running": running, "max_step_tokens": tokens}
+
+
+def test_given_settings_precede_the_room(monkeypatch):
+    words = ["load_checkouts", "before", "--config", "configs/default.yaml", "--batches", "64", "--set", "max_running=99"]
+    monkeypatch.setattr("sys.argv", words)
+    given = dict(one.split("=") for one in load_checkouts._arguments().set)
+    assert given == {"max_running": "99", "max_step_tokens": "512"}

@@ -2,10 +2,12 @@
 
 import csv
 from base64 import b64encode
+from functools import cache
 
 import numpy as np
 import pytest
 
+from benchmarks.paper import report
 from benchmarks.paper.design import DELAYED, FAMILIES, HEAPS, ROOT_BRANCHED, SHAPES
 from benchmarks.paper.report import Cell, Chosen, depths_of, rows_of, write_report
 from benchmarks.paper.selectors import WAYS, with_choices
@@ -28,7 +30,7 @@ def lines(gain=0.3, noise=0.2, num_prompts=24, roots=8, sampling=((0.6, 1.0), (1
             tokens[BEST_ROOT] += 0.5
             tokens[BEST_DELAYED] += 0.5 + gain
             sign = rng.choice([-1.0, 1.0])
-            tokens[LAST] += swing * sign  # a scalar tells whether it is the best shape
+            tokens[LAST] += swing * sign  # a scalar shows whether it is the best shape
             tokens_of = [*tokens[: len(SHAPES)], *[None] * len(HEAPS)]
             found.append(
                 {
@@ -44,6 +46,16 @@ def lines(gain=0.3, noise=0.2, num_prompts=24, roots=8, sampling=((0.6, 1.0), (1
     return found
 
 
+@cache
+def chosen(gain=0.3, swing=0.0):
+    return with_choices(lines(gain=gain, swing=swing))
+
+
+@pytest.fixture(autouse=True)
+def _few_resamples(monkeypatch):
+    monkeypatch.setattr(report, "_NUM_RESAMPLES", 400)
+
+
 def best(cell: Cell, group: str, is_speed: bool = False) -> Chosen:
     found = cell.best(SPECINFER, group, is_speed)
     assert found is not None
@@ -51,7 +63,7 @@ def best(cell: Cell, group: str, is_speed: bool = False) -> Chosen:
 
 
 def test_best_shapes_and_their_difference_are_found():
-    cell = Cell(with_choices(lines()))
+    cell = Cell(chosen())
     root, delayed = (best(cell, group) for group in ("root-branched", "delayed"))
     assert (root.shape, delayed.shape) == (str(ROOT_BRANCHED[BEST_ROOT]), str(DELAYED[5]))
     middle, low, high = delayed.ahead(root)
@@ -63,7 +75,7 @@ def test_best_shapes_and_their_difference_are_found():
 
 def test_nothing_is_ahead_where_shapes_are_equal():
     """The mutant: a shape chosen and measured on the same roots would be ahead. The oracle in hindsight is, by its noise."""
-    cell = Cell(with_choices(lines(gain=0.0)))
+    cell = Cell(chosen(gain=0.0))
     root, delayed, oracle = (best(cell, one) for one in ("root-branched", "delayed", "oracle"))
     _, low, high = delayed.ahead(root)
     assert low < 0.0 < high
@@ -77,27 +89,27 @@ def test_intervals_cover_the_difference():
         rng = np.random.default_rng(seed)
         for line in of_run:
             line["tokens"]["specinfer/i.i.d."] = (2.0 + rng.normal(0.0, 0.4, len(SHAPES) + len(HEAPS))).tolist()
-        cell = Cell(with_choices(of_run))
+        cell = Cell(of_run)
         _, low, high = best(cell, "delayed").ahead(best(cell, "root-branched"))
         covered += low <= 0.0 <= high
     assert covered >= 28
 
 
-def test_selectors_learn_what_scalars_tell():
-    """The mutant: scalars of other roots tell nothing."""
-    roots = with_choices(lines(swing=2.0))
-    told = Cell(roots)
+def test_selectors_learn_what_scalars_show():
+    """The mutant: scalars of other roots predict nothing."""
+    roots = chosen(swing=2.0)
+    known = Cell(roots)
     rng = np.random.default_rng(3)
     shuffled = [
         {**line, **{key: other[key] for key in ("scalars", "states")}} for line, other in zip(roots, rng.permutation(roots))
     ]
-    untold = Cell(with_choices(shuffled))
+    unknown = Cell(with_choices(shuffled))
     for is_speed in (False, True):
-        counting, linear, network, oracle = (best(told, way, is_speed) for way in (*WAYS, "oracle"))
+        counting, linear, network, oracle = (best(known, way, is_speed) for way in (*WAYS, "oracle"))
         assert linear.ahead(counting)[1] > 0.1
         assert network.ahead(counting)[1] > 0.1
         assert oracle.ratio >= linear.ratio
-        assert best(untold, "linear", is_speed).ratio < 1.02 * best(untold, "counting", is_speed).ratio
+        assert best(unknown, "linear", is_speed).ratio < 1.02 * best(unknown, "counting", is_speed).ratio
 
 
 def test_counting_learns_from_earlier_roots_alone():
@@ -115,10 +127,10 @@ def test_counting_learns_from_earlier_roots_alone():
 
 
 def test_rules_without_exact_heaps_have_none():
-    rows = {(row["rule"], row["drawn"]): row for row in rows_of(Cell(with_choices(lines())))}
+    rows = {(row["rule"], row["drawn"]): row for row in rows_of(Cell(chosen()))}
     assert rows["specinfer", "i.i.d."]["tokens: heap"] == ""
     assert rows["traversal", "i.i.d."]["tokens: heap"] != ""
-    assert rows["traversal", "i.i.d."]["tokens: root-branched over traversal's"].startswith("+0.0 (")
+    assert rows["traversal", "i.i.d."]["tokens: root-branched over traversal's root-branched"].startswith("+0.0 (")
 
 
 def test_acceptance_by_depth_counts_arriving_paths():
@@ -135,5 +147,7 @@ def test_report_has_every_cell(tmp_path):
     )
     assert len(cells) == 2 * 2 * len(RULES)
     assert len(summary) == len(RULES)
-    assert (tmp_path / "page.csv").read_text().count("pair,") == 1 + len(RULES)
+    page = [*csv.DictReader((tmp_path / "page.csv").read_text().splitlines())]
+    assert len(page) == len(RULES)
+    assert {len(row["oracle"].split()) for row in page} == {2}, "tokens, and speed"
     assert {row["depth"] for row in depths} == {"1", "2"}

@@ -16,6 +16,6 @@ def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize(("template", "expected"), [(TEMPLATE, (1, 3, 4, 2)), (None, (3, 4)), ("", (3, 4))])
-def test_message_of_a_base_model_is_the_prompt(template, expected):
+def test_base_model_gets_the_message_alone(template, expected):
     """`latebranch bench`, `audit` and `drafter` ended in a traceback for models without a chat template."""
     assert chat_ids(tokenizer_with(template), "red sky") == expected
