@@ -4,7 +4,7 @@ The batch shares a step's seconds: rounds of growth are paid once. A node is onl
 the batch has. Each entry of the menu is tried for all sequences that may have it, then for the best half, quarter and so on. From
 the best step, sequences are left out one by one, the smallest gain per node first. The cost model evaluates whole steps.
 
-Shape key: B sequences, M entries by depth, C candidate steps, N nodes, Z sizes of the other trees.
+Shape key: B sequences, M entries by depth, C candidate steps, H halvings, N nodes, Z sizes of the other trees.
 """
 
 from collections.abc import Sequence
@@ -120,13 +120,12 @@ class Search:
         """
         num_rows, tokens_BM, entries_M1 = len(self._rows_B), self.estimates.tokens, np.arange(len(self._menu))[:, None]
         is_allowed_BM = np.ones_like(tokens_BM, dtype=np.bool_) if self._is_allowed_BM is None else self._is_allowed_BM
-        candidates = [np.where(is_allowed_BM.T, entries_M1, kept)]
-        if num_rows > 1:
-            rank_MB = np.where(is_allowed_BM, -tokens_BM, 0.0).argsort(0, kind="stable").argsort(0).T
-            num_allowed_M1 = np.count_nonzero(is_allowed_BM, axis=0)[:, None]
-            halves = range(1, (num_rows - 1).bit_length() + 1)  # to the best one alone
-            candidates += [np.where(rank_MB < -(-num_allowed_M1 >> half), entries_M1, kept) for half in halves]
-        return np.concatenate(candidates)
+        if num_rows == 1:
+            return np.where(is_allowed_BM.T, entries_M1, kept)
+        rank_MB = np.where(is_allowed_BM, -tokens_BM, 0.0).argsort(0, kind="stable").argsort(0).T
+        halves_H1 = np.arange(1 + (num_rows - 1).bit_length())[:, None]  # to the best one alone
+        most_HM1 = -(-np.count_nonzero(is_allowed_BM, axis=0) >> halves_H1)[..., None]
+        return np.where(rank_MB < most_HM1, entries_M1, kept).reshape(-1, num_rows)
 
     def _fewer(self, best: Step) -> Places:
         """Return candidates in which fewer and fewer sequences draft, the largest gain per node, [C, B]."""

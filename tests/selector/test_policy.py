@@ -21,8 +21,8 @@ from selector.acceptance import CountedAcceptance, Estimates
 from selector.cost import CostModel
 from selector.guard import GuardedPolicy
 from selector.menu import Menu, menu_for_all
-from selector.policy import AdaptiveExpansion
-from selector.probes import REUSED_STEPS, Probes
+from selector.policy import REUSED_STEPS, AdaptiveExpansion
+from selector.probes import Probes
 from selector.search import Search
 from tests.selector import scores
 from tests.selector.machine import Machine, Text, fixed_rate, flat, run

@@ -5,7 +5,6 @@ continuations of the longest match in each source. The weights are the observed 
 distributions depend on committed tokens, on the path, and on the steps and queries so far. They never depend on a draw from them.
 """
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -21,9 +20,7 @@ from engine.draft.text.text_index import Indexer, TextIndex, text_with_context
 
 SURE_CONFIDENCE = 0.8  # a cached distribution with this confidence needs no model
 MAX_INDEXED_PER_STEP = 512  # tokens of all texts: a few milliseconds, and as fast as prompts are prefilled
-_CHECKED_EVERY = 8  # tokens of a request that is not queried
-_COPIED = 4  # tokens: where these occurred before, a request may be copying
-_TOKEN_BYTES = array("i").itemsize
+_LEARNED_TOGETHER = 8  # tokens of a request that is not queried
 _NO_RECENT_TEXTS = RecentLimits()
 
 
@@ -104,8 +101,7 @@ class _TrackedRequest:
     """A live request: its history, which only grows, and the indexes of its texts.
 
     `output` is the request's own and contains the first `num_learned` tokens of the history. `prompt` and `prediction` are
-    indexed in turns and may be shared. While a request `is_queried`, its tokens are learned in each step, else once its text
-    repeats a part of itself. `text` are the first tokens of the history, which were searched for such a part.
+    indexed in turns and may be shared. While a request `is_queried`, its tokens are learned in each step, else several together.
     """
 
     request: Request
@@ -114,7 +110,6 @@ class _TrackedRequest:
     prompt: TextIndex | None
     output: ContextTree
     num_learned: int
-    text: bytearray
     next_matches: _NextTokenMatches = _NextTokenMatches()
     is_queried: bool = True
 
@@ -122,17 +117,6 @@ class _TrackedRequest:
     def is_free(self) -> bool:
         """Whether the request leaves the choice of a tree to the policy."""
         return self.request.speculation.expansion is None
-
-    @property
-    def num_unchecked(self) -> int:
-        """Committed tokens since the last search for a repeated part."""
-        return len(self.history) - len(self.text) // _TOKEN_BYTES
-
-    def repeats_itself(self) -> bool:
-        """Return whether the last tokens occurred before in the history."""
-        self.text += _as_bytes(self.history[len(self.text) // _TOKEN_BYTES :])
-        # A match that begins within a token is rare, and only causes tokens to be learned.
-        return self.text.find(self.text[-_COPIED * _TOKEN_BYTES :], 0, -_TOKEN_BYTES) >= 0
 
     @property
     def num_unlearned(self) -> int:
@@ -178,8 +162,7 @@ class TextCache:
             prompt = self._indexer.index_of(tenant, text_with_context((), prompt_ids))
         output = ContextTree()
         output.begin(prompt_ids)
-        text = bytearray(_as_bytes(history))
-        return _TrackedRequest(request, history, prediction, prompt, output, len(prompt_ids), text)
+        return _TrackedRequest(request, history, prediction, prompt, output, len(prompt_ids))
 
     def end(self, request_id: str) -> None:
         """Stop tracking a request and store its output for its tenant."""
@@ -192,14 +175,13 @@ class TextCache:
         """Learn the newly committed tokens of these requests, and index a bounded number of pending tokens.
 
         Return whether a long chain may start after the new tokens of a request that leaves the choice of a tree to the policy.
-        For queried requests with new tokens the next matches are found here, because they will be queried again. If a request
-        that is not queried may be copying, its tokens are learned and it counts as queried. For a queried request without new
-        tokens a long chain may always start.
+        For requests whose tokens are learned the next matches are found here, because they will be queried again. A request that
+        was not queried then counts as queried. For a queried request without new tokens a long chain may always start.
         """
         may_start_chain, grown, num_left = False, [], MAX_INDEXED_PER_STEP
         for request_id in running if self._tracked else ():
             one = self._tracked.get(request_id)
-            if one is None or not (one.is_queried or self._may_copy(one)):
+            if one is None or not (one.is_queried or one.num_unlearned >= _LEARNED_TOGETHER):
                 continue
             if (is_queried := one.is_queried) and not one.num_unlearned:  # a new request
                 may_start_chain, one.is_queried = may_start_chain or one.is_free, False
@@ -215,14 +197,6 @@ class TextCache:
         for one in grown:
             may_start_chain = (self._next_matches(one).is_sure and one.is_free) or may_start_chain
         return may_start_chain
-
-    def _may_copy(self, tracked: _TrackedRequest) -> bool:
-        """Return whether the last of several new tokens occurred before in a text that a request may draft from."""
-        return tracked.num_unchecked >= _CHECKED_EVERY and (
-            (tracked.repeats_itself() and self.has_own_texts)
-            or tracked.prediction is not None
-            or any(tree.match(tracked.history, None, _COPIED) for tree in self._trees_of(tracked).recent)
-        )
 
     def _learn_committed(self, tracked: _TrackedRequest, max_tokens: int) -> int:
         """Learn at most so many committed tokens, each with the matches before it; return how many.
@@ -330,10 +304,6 @@ class TextCache:
         is_reliable = distribution.confidence >= SURE_CONFIDENCE
         is_sure = is_reliable and not may_suppress(context.sampling, distribution.probs, num_generated)
         return replace(distribution, is_sure=is_sure)
-
-
-def _as_bytes(token_ids: Sequence[int]) -> bytes:
-    return array("i", token_ids).tobytes()
 
 
 def _snapshot(matches: Sequence[_SourceMatch]) -> list[_SourceMatch]:
