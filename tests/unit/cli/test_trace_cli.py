@@ -1,9 +1,9 @@
 """`latebranch trace view` prints known trees exactly."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from engine.core.tree import TokenTree
 from engine.trace.records import TracedStep, encoded_line
@@ -130,7 +130,7 @@ def test_a_last_of_nothing_is_refused(trace, capsys):
 
 
 def test_step_shows_expected_time_and_reason(tmp_path, capsys):
-    stats = replace(step(1).stats, policy_reason="speculation_pays", predicted_s=0.0075, predicted_speedup=1.5)
+    stats = structs.replace(step(1).stats, policy_reason="speculation_pays", predicted_s=0.0075, predicted_speedup=1.5)
     path = tmp_path / "trace"
     path.write_bytes(encoded_line(HEADER) + encoded_line(TracedStep(stats)))
     assert shown(capsys, path)[1].endswith("host 0.5); speculation pays: 7.5 ms expected, x1.50 of plain")

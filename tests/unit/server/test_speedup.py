@@ -3,9 +3,9 @@
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from engine.core.types import StepStats
 from server.metrics import speedup
@@ -132,7 +132,7 @@ def test_rows_that_disable_drafting_are_left_out(num_undraftable):
     for drafting, plain in zip(Server(1.5).steps(60_000), mixed.steps(60_000), strict=True):
         found.on_step(drafting)
         if plain.num_decoding_rows == 2:
-            found.on_step(replace(plain, num_undraftable_rows=num_undraftable))
+            found.on_step(structs.replace(plain, num_undraftable_rows=num_undraftable))
     assert found.interval().lower < 1.5 < found.interval().upper
 
 
