@@ -5,7 +5,7 @@ python -m benchmarks.replicas --model smollm2-135m --replicas 2 --clients 8 --ro
 
 What replicas can gain is what the machine gives several engines of one thread: they share its memory and caches. So the same
 requests also run in one engine process and in as many as there are replicas, without HTTP. The loss of the gateway and of HTTP is
-the quotient of both gains.
+the quotient of both gains. The shares of processor time behind smg show it too, and depend less on other work of the machine.
 
 All processes stay loaded; each round measures every contender once, in an order of its own. A client reads whole answers, each of
 a prompt of its own, so no prefix is shared. Each replica has the same number of clients, so batches are equally large. Prints
@@ -15,6 +15,7 @@ medians of a round's ratios, with the lowest and the highest.
 import argparse
 import contextlib
 import itertools
+import os
 import random
 import signal
 import statistics
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,9 +80,14 @@ def main() -> None:
         for measure in contenders.values():
             measure()  # measures costs, and fills caches
         speeds: dict[str, list[float]] = {name: [] for name in contenders}
+        spent_s: dict[str, float] = defaultdict(float)
         for round_number in range(args.rounds):
             for name in random.Random(round_number).sample(list(contenders), len(contenders)):
+                before_s = _processor_s()
                 speeds[name].append(contenders[name]())
+                if name == _GATEWAY:
+                    for kind, seconds in _processor_s().items():
+                        spent_s[kind] += seconds - before_s[kind]
     print(f"{args.model} {args.dtype}, {args.replicas} replicas, {args.clients} clients for each, {args.rounds} rounds")
     bases = {_ENGINE: _ENGINE, _ENGINES: _ENGINE}
     rows = [
@@ -88,6 +95,8 @@ def main() -> None:
         for name, found in speeds.items()
     ]
     print(table(["contender", "tokens/s", "over one of its kind"], rows))
+    shares = ", ".join(f"{kind} {seconds / sum(spent_s.values()):.1%}" for kind, seconds in sorted(spent_s.items()))
+    print(f"processor time behind smg: {shares}")
     of_machine = _ratios(speeds[_ENGINES], speeds[_ENGINE])
     for name in (_REPLICAS, _GATEWAY):
         print(f"gain of {name} over the gain of engines: {_text(_ratios(_ratios(speeds[name], speeds[_REPLICA]), of_machine))}")
@@ -99,6 +108,19 @@ def _ratios(speeds: Sequence[float], base: Sequence[float]) -> list[float]:
 
 def _text(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def _processor_s() -> dict[str, float]:
+    """Return the processor seconds so far of this process and all that it started, by kind."""
+    seconds, waiting = defaultdict[str, float](float), [os.getpid()]
+    while waiting:
+        folder = Path(f"/proc/{waiting.pop()}")
+        for thread in (folder / "task").iterdir():
+            waiting += map(int, (thread / "children").read_text().split())
+        name, times = (folder / "comm").read_text().strip(), (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+        kind = {"latebranch-work": "engines", "smg::router": "smg"}.get(name, "front ends")
+        seconds["clients" if folder.name == str(os.getpid()) else kind] += sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def _prompt(number: int) -> str:

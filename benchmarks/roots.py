@@ -48,7 +48,7 @@ Array = NDArray[np.float64]
 
 _FOLDS = 3
 _RIDGE = 0.001  # of the number of training roots, for standardised columns
-_EPOCHS, _LEAST_UPDATES, _RATE, _BATCH, _WIDTHS = 12, 600, 1e-3, 64, (256, 32)
+_EPOCHS, _RATE, _BATCH, _WIDTHS = 12, 1e-3, 64, (256, 32)
 _RULE = "coupled"
 
 
@@ -267,7 +267,7 @@ def network_predictions(x_RX: Array, truth_RY: Array, train: NDArray[np.int64], 
             *(nn.Dropout(0.3), nn.Linear(wide, narrow), nn.GELU(), nn.Linear(narrow, truth_RY.shape[1])),
         )
         optimiser = torch.optim.AdamW(net.parameters(), _RATE, weight_decay=0.05)
-        for _ in range(max(_EPOCHS, -(-_LEAST_UPDATES * _BATCH // len(train)))):
+        for _ in range(_EPOCHS):
             for rows in torch.split(torch.from_numpy(train)[torch.randperm(len(train))], _BATCH):
                 loss = (net(inputs[rows]) - truth[rows]).square().mean()
                 optimiser.zero_grad()

@@ -27,6 +27,8 @@ Array = NDArray[np.float64]
 _START_ACCEPTANCE = 0.5  # before any trial: high enough to be tried
 _TYPICAL = 0.7  # acceptance for which shapes and tokens of trees that find their own shape are computed
 _PRIOR_TRIALS = 3.0  # weight of a prior
+_SIBLINGS = 0.4  # n siblings count as n ** 0.4 independent ones: those that follow the likeliest are accepted less
+_BAND, _HOT = 0.5, 2.0  # width of a kind's temperatures, and the last kind
 _KIND_DECAY, OWN_DECAY = 0.998, 0.96  # of counts, at each later tree
 _EDGE = 1e-3  # least distance of a rate from 0 and 1
 _LEAST_PRODUCT = np.finfo(np.float64).tiny
@@ -57,11 +59,10 @@ class Estimator(Protocol):
 
 
 def kind_of(sampling: SamplingParams, verifier: str) -> str:
-    """Return the name of a sequence's kind: greedy, or its verifier and temperature band."""
+    """Return the name of a sequence's kind: greedy, or its verifier and the middle of its temperature band."""
     if sampling.is_greedy:
         return "greedy"
-    band = "cool" if sampling.temperature <= 0.5 else "warm" if sampling.temperature <= 1.0 else "hot"
-    return f"{verifier} {band}"
+    return f"{verifier} {_BAND * round(min(sampling.temperature, _HOT) / _BAND):g}"
 
 
 class _Counts:
@@ -266,7 +267,7 @@ def _widths(entry: Expansion) -> tuple[float, ...]:
     acceptance.
     """
     if entry.is_delayed:
-        return (1.0,) * entry.trunk + ((float(entry.branches),) + (1.0,) * (entry.depth - 1) if entry.depth else ())
+        return (1.0,) * entry.trunk + ((entry.branches**_SIBLINGS,) + (1.0,) * (entry.depth - 1) if entry.depth else ())
     reach = [1.0, *best_reach(entry, _TYPICAL)]
     chances = [max(_EDGE, min(1.0 - _EDGE, below / max(_EDGE, above))) for above, below in pairwise(reach)]
     return tuple(log(1.0 - chance) / log(1.0 - _TYPICAL) for chance in chances)

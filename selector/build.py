@@ -48,10 +48,7 @@ def estimator_of(config: EngineConfig, menu: Menu, roots: RootSource) -> Estimat
         _require_head(recipe, config)
         return NetEstimator(menu, net, roots)
     except (OSError, SafetensorError, ValueError) as error:
-        if not config.is_selector_optional:
-            raise UnusableSelector(f"the selector {path.name} cannot be used: {error}") from error
-        _logger.warning("the selector %s cannot be used, acceptance is counted: %s", path.name, error)
-        return CountedAcceptance(menu)
+        raise UnusableSelector(f"the selector {path.name} cannot be used: {error}") from error
 
 
 def _require_head(recipe: Mapping[str, object], config: EngineConfig) -> None:

@@ -36,7 +36,7 @@ OTHER_VARIABLES = frozenset({"LATEBRANCH_CACHE"})  # the weights cache; engine.w
 # configs/ is stored beside the packages, in a checkout and where a wheel is installed.
 SHIPPED = Path(__file__).parent.parent / "configs"
 DRAFTERS = ("auto", "none", "ngram", "early-exit", "head", "model")
-SHIPPED_DRAFTERS, SHIPPED_SELECTORS = SHIPPED / "drafters", SHIPPED / "selectors"
+SHIPPED_DRAFTERS = SHIPPED / "drafters"
 
 
 # The defaults of a public server.
@@ -341,10 +341,9 @@ class Settings(BaseSettings):
         default=None, description="Largest tree of the adaptive policy, of expansion's family; unset: 8.4.8, or 64 nodes."
     )
     selector: str = Field(
-        default="auto",
+        default="counting",
         description="Estimator of each tree's tokens under policy adaptive: counting (of acceptance), or the file of a trained "
-        "network; auto: with any verifier but coupled, the network that ships for the model and its shipped head, if there is "
-        "one; else counting.",
+        "network.",
     )
     dtype: Literal["float32", "bfloat16", "fp8", "int8", "compact"] = Field(
         default="float32",
@@ -447,7 +446,7 @@ class Settings(BaseSettings):
             raise ValueError("lens is given only with drafter early-exit")
         if self.head is not None and self.drafter != "head":
             raise ValueError("head is given only with drafter head")
-        if self.selector not in ("auto", "counting") and self.policy != "adaptive":
+        if self.selector != "counting" and self.policy != "adaptive":
             raise ValueError("a selector's file is given only with policy adaptive")
         if self.cached_text and self.drafter in ("auto", "none", "ngram"):
             raise ValueError("cached_text is given only with a drafter that is a model")
@@ -578,18 +577,6 @@ class Settings(BaseSettings):
         scheduler = replace(config.scheduler, prefix_block_tokens=0)
         return replace(config, trace_file=None, audit_share=0.0, kv_canary=False, scheduler=scheduler, lora=(), tensor_parallel=1)
 
-    def _selector(self, drafter: str) -> str | None:
-        """Return the network's file; None for counting.
-
-        A shipped network is for sampling verifiers. It was not trained on the trees of deterministic rows, which the coupled
-        verifier has.
-        """
-        if self.selector != "auto":
-            return None if self.selector == "counting" else _named(self.selector)
-        shipped = SHIPPED_SELECTORS / f"{self.model}-head.safetensors"
-        is_known = self.drafter == "auto" and drafter == "head" and "/" not in self.model
-        return str(shipped) if is_known and self.verifier != "coupled" and shipped.is_file() else None
-
     def to_engine_config(self) -> EngineConfig:
         """Return the engine's configuration."""
         drafter, head, has_cached_text = self.drafter, _named(self.head), self.cached_text
@@ -597,7 +584,6 @@ class Settings(BaseSettings):
             shipped = SHIPPED_DRAFTERS / f"{self.model}-head.safetensors"
             has_cached_text = self.policy != "plain" and "/" not in self.model and shipped.is_file()
             drafter, head = ("head", str(shipped)) if has_cached_text else ("ngram", None)
-        selector = self._selector(drafter)
         checkpoint = None if drafter in DRAFTERS else str(Path(drafter).expanduser())
         return EngineConfig(
             model=self.model,
@@ -617,8 +603,7 @@ class Settings(BaseSettings):
             policy=self.policy,
             expansion=parse_expansion(self.expansion),
             largest_expansion=None if self.largest_expansion is None else parse_expansion(self.largest_expansion),
-            selector=selector,
-            is_selector_optional=self.selector == "auto",
+            selector=None if self.selector == "counting" else _named(self.selector),
             dtype=self.dtype,
             draft_dtype=None if self.draft_dtype == "auto" else self.draft_dtype,
             device=self.device,

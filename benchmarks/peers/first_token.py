@@ -155,7 +155,7 @@ def main() -> None:
                 bounds.append(count / peak.measured())
                 with _serving(checkout.resolve(), args, folder) as (address, processes):
                     _first_token_s(address, args.model, range(100, 400))
-                    foreign = ForeignCpu(lambda: sum(os.times()[:4]))
+                    foreign = ForeignCpu(processes.cpu_s)
                     for turn in range(args.prompts):
                         first = 1000 + number * args.prompts + turn  # no prefix is shared
                         ids = [first, *(100 + 7919 * place % 40000 for place in range(args.tokens - 1))]
@@ -180,7 +180,8 @@ def main() -> None:
     print(table([f"{args.tokens} tokens", *heads], rows))
     settings = " ".join(f"{name}={value}" for name, value in args.set)
     speed = f"{num_threads} threads at {count / min(bounds) / 1e9:.0f} billion a second"
-    print(f"{args.model} {settings}; {count:.3g} multiply-adds, {speed}")
+    others = f"others used {statistics.median(foreign_cpus):.1f} processors"
+    print(f"{args.model} {settings}; {count:.3g} multiply-adds, {speed}; {others}")
     print(
         json.dumps(
             {

@@ -49,7 +49,7 @@ class EngineConfig:
 
     `policy` is `plain`, `fixed` or `adaptive`; the caller of `build_engine` provides the last. It chooses among trees of the
     family of `expansion` up to `largest_expansion`, with the network in the file `selector`. With None it counts acceptance
-    instead. An optional selector that does not fit is ignored with a warning. `dtype` is float32, bfloat16, fp8, int8 or compact.
+    instead. `dtype` is float32, bfloat16, fp8, int8 or compact.
     `draft_dtype` is that of a draft model or head. None lets the engine choose: the device (cuda if available), the threads
     (one per physical core) and the fastest number format for drafting. `audit_share` of the requests have their first
     `audit_tokens` tokens checked when the engine is idle. Each step is appended to `trace_file`; None disables tracing.
@@ -76,7 +76,6 @@ class EngineConfig:
     expansion: Expansion = Expansion(4, 1, 0)
     largest_expansion: Expansion | None = None
     selector: str | None = None
-    is_selector_optional: bool = False
     dtype: str = "float32"
     draft_dtype: str | None = None
     device: str | None = None

@@ -216,6 +216,9 @@ def _drafts(raw: Mapping[str, Any]) -> tuple[int | None, int]:
     ours, timings = (raw.get("metrics") or {}).get("speculative_decoding") or {}, raw.get("timings") or {}
     details = (raw.get("usage") or {}).get("completion_tokens_details") or {}
     accepted, rejected = (details.get(f"{kind}_prediction_tokens") or 0 for kind in ("accepted", "rejected"))
-    reports = [(ours.get(f"num_{kind}draft_tokens") for kind in ("", "accepted_"))]
-    reports += [(timings.get(f"draft_n{kind}") for kind in ("", "_accepted")), iter((accepted + rejected or None, accepted))]
+    reports = [
+        (ours.get("num_draft_tokens"), ours.get("num_accepted_draft_tokens")),
+        (timings.get("draft_n"), timings.get("draft_n_accepted")),
+        (accepted + rejected or None, accepted),
+    ]
     return next(((int(drafted), int(kept or 0)) for drafted, kept in reports if drafted is not None), (None, 0))

@@ -5,7 +5,7 @@ Shape key: N tokens of one text, M of several, V columns, C compared values, G o
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -61,7 +61,7 @@ def _known(rows_NV: Tensor) -> list[int]:
 class _DrawTable:
     """What is known of a setting's tokens; `counts` and `firsts` of the first ones, after each text that is frequent enough."""
 
-    counts: Mapping[tuple[Ids, Ids], Counter[int]]
+    counts: dict[tuple[Ids, Ids], Counter[int]]
     firsts: Sequence[list[ChiSquare]] = field(default_factory=lambda: [[] for _ in _FIRSTS])
     pit: list[float] = field(default_factory=list)
     support: Tally = field(default_factory=Tally)

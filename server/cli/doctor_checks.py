@@ -185,7 +185,6 @@ def _selector(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
         yield Finding("selector", Level.OK, how)
         return
     path = Path(config.selector)
-    grave, instead = (Level.WARNING, "; acceptance is counted") if config.is_selector_optional else (Level.REFUSED, "")
     try:
         net, recipe = SelectorNet.load(path)
         if _is_missing(config.model):
@@ -194,10 +193,10 @@ def _selector(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
         width = configuration_of(config.model).get_text_config().hidden_size
         read = width + (head_shape(Path(config.head)).width if config.head is not None else 0)
     except (OSError, SafetensorError, ValueError) as error:
-        yield Finding("selector", grave, f"{path.name} cannot be used: {error}{instead}")
+        yield Finding("selector", Level.REFUSED, f"{path.name} cannot be used: {error}")
         return
     differences = mismatches(net, menu_for_all(config.expansion, config.verifier, config.largest_expansion), width, read)
-    yield from (Finding("selector", grave, f"{path.name} cannot be used: {one}{instead}") for one in differences)
+    yield from (Finding("selector", Level.REFUSED, f"{path.name} cannot be used: {one}") for one in differences)
     if not differences:
         of = f", made for {recipe['model']}" if "model" in recipe else ""
         shape = f"{len(net.menu)} trees, rules {', '.join(net.shape.rules)}"

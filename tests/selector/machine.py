@@ -73,7 +73,8 @@ class Text:
     """One sequence: how its drafts fare. `offers` is the chance that a queried drafter drafts anything at all.
 
     `cached` is the chance that a tree is drafted from cached text, without the model. A noise-aware tree knows of each
-    token its own chance, any of `odds`. The first `num_prompt` tokens of the context are a prompt that is still to be fed; the
+    token its own chance, any of `odds`. At the fork of a tree, n siblings are as good as n to the power of `siblings`
+    independent nodes. The first `num_prompt` tokens of the context are a prompt that is still to be fed; the
     drafter is behind by `num_unfed`, the root included; what it is merely fed costs `fed_only_share` of a queried token.
     """
 
@@ -81,6 +82,7 @@ class Text:
     offers: float = 1.0
     cached: float = 0.0
     odds: tuple[float, ...] = ()
+    siblings: float = 0.4
     context: int = 200
     num_prompt: int = 0
     num_unfed: int = 1
@@ -101,10 +103,13 @@ class Text:
         """Return E[tau + 1] of such a tree here."""
         alive, total = self.offers, 1.0
         for depth in range(1, expansion.max_depth + 1):
-            branches = expansion.branches if depth == expansion.trunk + 1 and expansion.depth else 1
-            alive *= 1.0 - (1.0 - self.chances(depth, self.num_generated)) ** branches
+            alive *= 1.0 - (1.0 - self.chances(depth, self.num_generated)) ** self._siblings(expansion, depth)
             total += alive
         return total
+
+    def _siblings(self, expansion: Expansion, depth: int) -> float:
+        """Return how many independent nodes compete for acceptance at a depth of a delayed tree."""
+        return expansion.branches**self.siblings if depth == expansion.trunk + 1 and expansion.depth else 1.0
 
     def draft_by_chance(self, expansion: Expansion, growth_costs: GrowthCosts, chance: random.Random) -> tuple[NodeChances, int]:
         """Return the nodes of a noise-aware tree grown here, a chain, with how many of them are accepted, and its rounds."""
@@ -131,9 +136,8 @@ class Text:
             return 0, 0, 0
         accepted = 0
         while accepted < expansion.max_depth:
-            branches = expansion.branches if accepted == expansion.trunk and expansion.depth else 1
             single = self.chances(accepted + 1, self.num_generated)
-            if chance.random() >= 1.0 - (1.0 - single) ** branches:
+            if chance.random() >= 1.0 - (1.0 - single) ** self._siblings(expansion, accepted + 1):
                 break
             accepted += 1
         return expansion.num_draft_tokens, expansion.max_depth, accepted

@@ -10,6 +10,7 @@ import pytest
 
 from engine.core.policy import DraftOutcome, NodeChances
 from engine.core.tree import PLAIN, Expansion
+from engine.core.types import SamplingParams
 from selector.acceptance import CountedAcceptance, best_reach, kind_of
 from selector.menu import Menu, menu_for_all, menu_of
 from tests.selector.machine import Chances, Text, flat
@@ -40,6 +41,16 @@ def test_every_entry_is_predicted_from_few(tried, chance):
     estimator, text = taught(tried, flat(chance))
     for entry in MENU.entries:
         assert expected(estimator, text, entry) == pytest.approx(text.expected_tokens(entry), rel=0.2), entry
+
+
+@pytest.mark.parametrize("tried", [Expansion(3, 1, 0), FORK], ids=["chain", "fork"])
+@pytest.mark.parametrize("chance", [0.3, 0.6])
+def test_later_siblings_are_accepted_less(tried, chance):
+    """Siblings counted as independent: wide forks were expected to bring up to 12 % more than they do, and were chosen."""
+    estimator, text = taught([tried], flat(chance), num_steps=2000)
+    one, three = (expected(estimator, text, entry, "new") - 1.0 for entry in (Expansion(1, 1, 0), FORK))
+    assert one == pytest.approx(chance, rel=0.15)
+    assert three == pytest.approx(1.0 - (1.0 - chance) ** 1.55, rel=0.12)
 
 
 def test_depths_are_distinguished():
@@ -185,8 +196,10 @@ def test_best_tokens_of_countable_shapes():
 
 
 def test_kinds_separate_distributions():
-    views = [Text(flat(0.5), temperature=temperature).view("r") for temperature in (0.0, 0.4, 1.0, 1.5)]
-    assert len({kind_of(view.sampling, "traversal") for view in views}) == 4
+    views = [Text(flat(0.5), temperature=temperature).view("r") for temperature in (0.0, 0.6, 1.0, 1.5)]
+    assert len({kind_of(view.sampling, "traversal") for view in views}) == 4, "texts at .6 are accepted more than those at 1"
+    assert kind_of(SamplingParams(0.7), "traversal") == kind_of(SamplingParams(0.6), "traversal")
+    assert kind_of(SamplingParams(1e3), "traversal") == kind_of(SamplingParams(1e9), "traversal"), "kinds are few"
     assert kind_of(views[0].sampling, "traversal") == kind_of(views[0].sampling, "coupled")
     assert kind_of(views[1].sampling, "traversal") != kind_of(views[1].sampling, "coupled")
 
@@ -292,7 +305,7 @@ def counts_after(groups: list[list[DraftOutcome]], menu: Menu) -> list[np.ndarra
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_trees_at_once_count_as_alone(seed):
+def test_trees_at_once_count_as_single_ones(seed):
     """Learning is deferred to the next choice, so trees of several steps and sequences are counted together."""
     menu, chance = menu_of(Expansion(0, 4, 8, "noise_aware", 32), "coupled"), random.Random(seed)
     outcomes = []

@@ -131,16 +131,16 @@ def num_changes() -> int:
 
 
 def test_policy_does_not_flap():
-    assert num_changes() < 25
+    assert num_changes() < 15
 
 
 def test_choosing_each_step_would_flap(monkeypatch):
     monkeypatch.setattr("selector.policy.REUSED_STEPS", 1)
-    assert num_changes() > 25
+    assert num_changes() > 15
 
 
 def test_wrong_profile_is_found_out():
-    assert min(scores.wrong_profile().values()) > 0.96
+    assert min(scores.wrong_profile().values()) > 0.93
 
 
 @pytest.mark.parametrize(("where", "name", "value"), [(Probes, "is_full", False), (CostModel, "observe", lambda *_: None)])
@@ -270,7 +270,7 @@ def beside_an_own_tree(speculation: Speculation, kind: type[AdaptiveExpansion] =
     """Return tokens a second of four with poor drafts, beside one that has a good tree of its own; nodes are dear."""
     machine = Machine(knee=1.0, blur=0.15, outliers=0.01)
     own = Text(flat(0.95), speculation=Speculation(expansion=Expansion(8, 1, 0)))
-    texts = [own, *(Text(flat(0.25), speculation=speculation) for _ in range(4))]
+    texts = [own, *(Text(flat(0.2), speculation=speculation) for _ in range(4))]
     policy = adaptive(machine, kind=kind)
     run(policy, machine, texts, 100)
     return run(policy, machine, texts, 300, seed=1).rate
@@ -287,7 +287,7 @@ class ForgetsOwnTrees(AdaptiveExpansion):
 @pytest.mark.parametrize(("kind", "is_right"), [(AdaptiveExpansion, True), (ForgetsOwnTrees, False)])
 def test_own_tree_tokens_make_time_expensive(kind, is_right):
     share = beside_an_own_tree(Speculation(), kind) / beside_an_own_tree(Speculation(is_enabled=False))
-    assert (share > 0.98) == is_right
+    assert (share > 0.99) == is_right
 
 
 def check_end() -> None:

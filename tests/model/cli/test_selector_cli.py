@@ -177,16 +177,12 @@ def test_trained_network_selects_without_changing_tokens(work):
     assert Reason.FALLBACK not in reasons
 
 
-def test_unfit_file_is_refused_unfit_shipped_skipped(work, tmp_path, monkeypatch, caplog):
+def test_unfit_file_is_refused(work):
     for unfit, words in (("policy", "trained to choose"), ("roots/roots-one-0", "no selector"), ("nowhere", "cannot be used")):
         with pytest.raises(BadConfiguration, match=words):
             engine_of(work, selector=str(work / f"{unfit}.safetensors"))
     with pytest.raises(BadConfiguration, match="was not trained for"):
         engine_of(work, selector=str(work / "tokens.safetensors"), largest_expansion="delayed_distinct.2.2.2")
-    config = load_settings(work / "settings.yaml", {"selector": str(work / "policy.safetensors")}).to_engine_config()
-    object.__setattr__(config, "is_selector_optional", True)
-    build_engine(config, adaptive_policy)
-    assert "acceptance is counted" in caplog.text
 
 
 def test_network_for_another_head_is_unused(work, tmp_path, caplog):

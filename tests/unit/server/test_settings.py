@@ -122,7 +122,6 @@ def test_every_engine_field_is_a_setting():
         "scheduler",
         "stand_in",
         "checkpoint",  # by drafter
-        "is_selector_optional",
         "is_restart",
         "prefix_block_tokens",  # prefix_cache
         "has_cache_events",  # kv_events
@@ -193,18 +192,10 @@ def test_shipped_head_is_the_default_drafter() -> None:
     assert (config.stand_in, named.stand_in) == ("ngram", None), "only a default drafter may be replaced"
 
 
-def test_shipped_network_requires_shipped_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.settings.SHIPPED_SELECTORS", tmp_path)
-    draws = {"verifier": "traversal"}
-    assert load_settings(overrides=draws).to_engine_config().selector is None
-    (tmp_path / "smollm2-135m-head.safetensors").write_bytes(b"")
-    config = load_settings(overrides=draws).to_engine_config()
-    assert config.selector == str(tmp_path / "smollm2-135m-head.safetensors")
-    assert config.is_selector_optional
-    for other in ({"selector": "counting"}, {"drafter": "ngram"}, {"model": "gemma3-270m"}, {"verifier": "coupled"}):
-        assert load_settings(overrides=draws | other).to_engine_config().selector is None, other
-    named = load_settings(overrides={"selector": "own.safetensors", "drafter": "ngram"}).to_engine_config()
-    assert (named.selector, named.is_selector_optional) == ("own.safetensors", False)
+def test_named_network_replaces_counting() -> None:
+    for verifier in ("coupled", "traversal"):
+        assert load_settings(overrides={"verifier": verifier}).to_engine_config().selector is None
+    assert load_settings(overrides={"selector": "own.safetensors"}).to_engine_config().selector == "own.safetensors"
 
 
 def test_network_without_adaptive_policy_is_refused() -> None:
