@@ -11,7 +11,7 @@ from server.settings import DRAFTERS, Settings, or_shipped
 
 def require_startable(settings: Settings) -> None:
     """Raise Refusal for a file that is missing, or an address that cannot be listened on."""
-    selector = None if settings.selector in ("auto", "counting") else settings.selector
+    selector = None if settings.selector == "counting" else settings.selector
     for name, file in (("head", settings.head), ("lens", settings.lens), ("selector", selector)):
         if file is not None and not or_shipped(Path(file)).is_file():
             raise Refusal(f"{name}: there is no file {file}")

@@ -118,6 +118,11 @@ def _checked_endpoint(value: str) -> str:
 Endpoint = Annotated[str, AfterValidator(_checked_endpoint)]
 
 
+def _counting_by_default(selector: str) -> str:
+    """Return the selector's name. Files of settings may still have `auto`, another name of counting."""
+    return "counting" if selector == "auto" else selector
+
+
 class Settings(BaseSettings):
     """One server's settings; see each description."""
 
@@ -340,7 +345,7 @@ class Settings(BaseSettings):
     largest_expansion: Annotated[str | None, BeforeValidator(_checked_expansion)] = Field(
         default=None, description="Largest tree of the adaptive policy, of expansion's family; unset: 8.4.8, or 64 nodes."
     )
-    selector: str = Field(
+    selector: Annotated[str, AfterValidator(_counting_by_default)] = Field(
         default="counting",
         description="Estimator of each tree's tokens under policy adaptive: counting (of acceptance), or the file of a trained "
         "network.",

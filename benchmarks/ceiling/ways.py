@@ -28,7 +28,6 @@ _MAX_TOKENS = 1 << 20
 _RIDGE, _FARTHEST = 0.01, 4.0  # of the number of training roots, for standardised columns; bound of a column
 _PRIOR, _MOST_SHIFT = 10.0, 2.0  # of a residual's weights, and of its log-odds
 _NUM_COMPONENTS, _NUM_TREES = 5, 80  # of boosting
-_NUM_RESAMPLES = 1000
 _NUM_ROOT, _NUM_REQUEST = len(ROOT_SCALARS), SCALARS.index("counted_1")  # ends of their columns
 
 

@@ -1,10 +1,10 @@
 """Growth of trees with one wait or with a wait for each level: over levels that a drafter predicts at once, and by a head."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
+from msgspec import structs
 
 from engine.attention.paged.graphs import GraphResources
 from engine.core.step_plan import Feeding, Row
@@ -95,12 +95,12 @@ def head_growers(model: CausalModel, resources: GraphResources, num_rows: int, i
         torch.manual_seed(0)
         head = DraftHead(HeadShape(width, layers, min(width, _WIDTH), **sizes), torch.arange(min(vocab_size, _KNOWN)))
         torch.nn.init.normal_(head.widen.weight, std=3.0 * head.shape.width**-0.5)  # distributions with a few likely tokens
-    trees = [replace(_row(index, index * _SLOTS), draft_ids=(1,)) for index in range(num_rows)]
+    trees = [structs.replace(_row(index, index * _SLOTS), draft_ids=(1,)) for index in range(num_rows)]
     drafter = HeadDrafter("head", head.requires_grad_(False).eval(), model, num_rows * _SLOTS, precision=model.precision)
     drafter.record(resources, attend, _SLOTS)
     with torch.inference_mode():
         vars(drafter)["_pool"].rows_SW.normal_()  # features, which the target's passes would have stored
-    drafter.feed([replace(row, draft_len=0, draft_ids=(1,) * (_ROOT + 1)) for row in trees], [])
+    drafter.feed([structs.replace(row, draft_len=0, draft_ids=(1,) * (_ROOT + 1)) for row in trees], [])
     growers: dict[str, TreeGrower] = {
         "rounds": RoundGrower(drafter, vocab_size, device),
         "device": DeviceGrower.of(drafter, vocab_size, device),

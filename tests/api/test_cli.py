@@ -250,7 +250,7 @@ BENCH_MISTAKES = [
     (["--verifiers", "hu"], "none of the verifiers hu is lossless on delayed trees"),
     (["--prompts", "/nowhere.yaml"], "cannot be read"),
     (["--prompts", "pyproject.toml"], "cannot be read"),
-    (["--oracle", "--verifiers", "traversal"], "--oracle runs the configured drafter"),  # was ignored
+    (["--oracle", "--verifiers", "traversal"], "--oracle runs the configured drafter"),
     (["--oracle", "--expansions", "4.1.0"], "--oracle runs the configured drafter"),
 ]
 

@@ -33,9 +33,9 @@ def lane_segment(context_slots: Sequence[int], position: int, slots: Sequence[in
 
 @dataclass(frozen=True)
 class Lanes:
-    """What the lanes feed: tokens at positions, written to slots, beside the states of the slots before them.
+    """Tokens that lanes feed at positions and write to slots. Each reads the state of the slot before it.
 
-    `seen_BWN` are the nodes that each lane sees. Nodes are at `depths_BN`, with keys in `slots_BN`.
+    `seen_BWN` are the nodes that each lane sees. A node has its key in `node_slots_BN`, at its place in `node_positions_BN`.
     """
 
     ids_BW: Int[Tensor, "B W"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from engine.attention.paged.graphs import GraphResources
 from engine.attention.paged.padding_shapes import PaddingShapes
@@ -257,10 +258,10 @@ def test_other_trees_grow_in_rounds(change, tree, tmp_path):
     grower = Compared(engine).by_device
     row = decoding_row(sampling=GREEDY, verifier="coupled", expansion=parse_expansion("2.1.0"))
     assert grower.can_grow(
-        [row, replace(row, expansion=parse_expansion("0.1.0"), sampling=SamplingParams(logit_bias=((3, 1.0),)))]
+        [row, structs.replace(row, expansion=parse_expansion("0.1.0"), sampling=SamplingParams(logit_bias=((3, 1.0),)))]
     )
-    assert not grower.can_grow([row, replace(row, sampling=replace(GREEDY, **change), expansion=parse_expansion(tree))])
-    assert not grower.can_grow([replace(row, sampling=SamplingParams(), verifier="traversal")])
+    assert not grower.can_grow([row, structs.replace(row, sampling=replace(GREEDY, **change), expansion=parse_expansion(tree))])
+    assert not grower.can_grow([structs.replace(row, sampling=SamplingParams(), verifier="traversal")])
 
 
 @pytest.mark.parametrize("steps", [lambda: steps_of(4, 20_000), lambda: steps_of(64, 900)], ids=["tokens", "capacity"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.core.rng_keys import Stream, stream_key
 from engine.core.tree import FREE_GROWTH, ROOT, TREE_NAMES, Expansion, GrowthCosts, TokenTree, TreeKind, TreeName
@@ -444,7 +445,7 @@ def grown_at(
     growth_costs: GrowthCosts, sampling: SamplingParams, seed: int, expansion: Expansion = NOISE_AWARE
 ) -> tuple[BestFirst, int]:
     """Return a grown tree's strategy, and the rounds that it took."""
-    row = replace(decoding_row((1, 0), expansion, sampling, "coupled", seed), growth_costs=growth_costs)
+    row = structs.replace(decoding_row((1, 0), expansion, sampling, "coupled", seed), growth_costs=growth_costs)
     strategy = strategy_of(row, RuleCalibration())
     assert isinstance(strategy, BestFirst)
     return strategy, growth.grow_by([strategy], TableDrafter(TABLE.log()), [row], 4, CPU).num_rounds

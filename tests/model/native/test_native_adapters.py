@@ -1,12 +1,12 @@
 """LoRA adapters in the library: near torch's own products, and each row's bits are those of its sequence alone."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from engine.attention.packing import pack
@@ -68,7 +68,7 @@ def logits(model: CausalModel, rows: Sequence[tuple[int, str | None]], num_last:
     """Return the logits of texts in one pass, of their last tokens or of all."""
     starts = [*accumulate((count for count, _ in rows), initial=0)]
     segments = [
-        replace(chain_segment(TEXT[:count], 0, range(start, start + count)), adapter=name)
+        structs.replace(chain_segment(TEXT[:count], 0, range(start, start + count)), adapter=name)
         for start, (count, name) in zip(starts, rows, strict=False)
     ]
     chosen = [[*range(begin, end)][-(num_last or end) :] for begin, end in pairwise(starts)]
@@ -79,7 +79,7 @@ def logits(model: CausalModel, rows: Sequence[tuple[int, str | None]], num_last:
 def alone(model: CausalModel, count: int, adapter: str | None) -> Tensor:
     """Return the logits of a text that is fed token by token."""
     cache, first = KVCache(count, CPU), torch.tensor([0])
-    segments = [replace(chain_segment([TEXT[place]], place, range(count)), adapter=adapter) for place in range(count)]
+    segments = [structs.replace(chain_segment([TEXT[place]], place, range(count)), adapter=adapter) for place in range(count)]
     return torch.cat([model.forward(pack([segment], CPU), cache, first) for segment in segments])
 
 

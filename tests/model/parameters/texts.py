@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from msgspec import structs
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import (
@@ -218,7 +219,7 @@ class Enumeration:
 
 def request_row(model: RequestedModel, verifier: str, seed: int = 0) -> Row:
     """Return the row of the request in its first step."""
-    return replace(decoding_row(PROMPT, PLAIN, model.sampling, verifier, seed), num_prompt_tokens=len(PROMPT))
+    return structs.replace(decoding_row(PROMPT, PLAIN, model.sampling, verifier, seed), num_prompt_tokens=len(PROMPT))
 
 
 def accepted(request: Request, text: Context) -> Context:

@@ -7,6 +7,7 @@ from pydantic_core import PydanticUndefined
 
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.tree import Expansion, parse_expansion
+from server.preflight import require_startable
 from server.settings import ENV_PREFIX, PUBLIC, Settings, SettingsError, load_settings
 
 ROOT = Path(__file__).parents[3]
@@ -196,6 +197,14 @@ def test_named_network_replaces_counting() -> None:
     for verifier in ("coupled", "traversal"):
         assert load_settings(overrides={"verifier": verifier}).to_engine_config().selector is None
     assert load_settings(overrides={"selector": "own.safetensors"}).to_engine_config().selector == "own.safetensors"
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "fixed", "plain"])
+def test_selector_auto_counts(policy: str) -> None:
+    """The bug: `auto`, which files of settings may have, was taken for a file's name after the checks before loading."""
+    settings = load_settings(overrides={"selector": "auto", "policy": policy, "port": 0})
+    require_startable(settings)
+    assert settings.to_engine_config().selector is None
 
 
 def test_network_without_adaptive_policy_is_refused() -> None:
