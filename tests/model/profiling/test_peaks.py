@@ -1,5 +1,6 @@
 """The peaks of a roofline: measured over more than caches hold, by products of the model's kind."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.model.fp8 import Fp8Linear
 from engine.model.linear_backends import PackedLinear
 from engine.native.linear import NativeLinear
 from engine.profiling import peaks
+from engine.profiling.machine import machine_facts
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import greedy, run
 from tests.model.native_models import PRECISIONS, needs_library
@@ -94,7 +96,7 @@ def test_peaks_of_another_machine_are_measured(fact, own_cache, monkeypatch):
     """A cache folder can be shared by machines, and the number of threads is a setting."""
     model = adopt(tiny_module("llama"), CPU)
     peaks.cached_peaks(model, "float32")
-    facts = peaks.machine_facts(CPU)
+    facts = machine_facts(CPU)
     monkeypatch.setattr(peaks, "machine_facts", lambda _: facts | {fact: "another"})
     monkeypatch.setattr(peaks, "_measured", lambda _: Peaks(1.0, 2.0))
     assert peaks.cached_peaks(model, "float32") == Peaks(1.0, 2.0)
@@ -117,7 +119,7 @@ def test_missing_memory_is_not_cached(own_cache, monkeypatch):
 def test_runs_go_on_while_they_get_faster(seconds, monkeypatch):
     """A cached peak is used for long: a busy machine's first runs must not decide it."""
     now_s, runs = [0.0], iter(seconds)
-    monkeypatch.setattr(peaks.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
 
     def run() -> None:
         now_s[0] += next(runs)
