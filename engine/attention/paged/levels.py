@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn import functional
 
 from engine.attention.packing import Segment
 from engine.attention.paged.graphs import TablePass
@@ -68,7 +69,8 @@ def feed_lanes(one: TablePass, lanes: Lanes, places_B3: Int[Tensor, "B 3"]) -> N
 def _words(seen_BWN: Bool[Tensor, "B W N"]) -> Int[Tensor, "B W K"]:
     """Return the bits of a table, of which the last of a word is negative."""
     num_nodes = seen_BWN.shape[-1]
-    padded = torch.nn.functional.pad(seen_BWN, (0, num_words(num_nodes) * WORD_BITS - num_nodes)).unflatten(-1, (-1, WORD_BITS))
+    padded = functional.pad(seen_BWN, (0, num_words(num_nodes) * WORD_BITS - num_nodes))
     place = torch.arange(WORD_BITS, device=seen_BWN.device)
     weights = torch.where(place == WORD_BITS - 1, -1, 1) << place
-    return (padded * weights).sum(-1)
+    words: Tensor = (torch.unflatten(padded, -1, (-1, WORD_BITS)) * weights).sum(-1)
+    return words

@@ -67,7 +67,7 @@ class DeviceRounds:
             return torch.zeros(num_trees, *sizes, dtype=torch.float64, device=device)
 
         width, count = shape.width, self._num_scored + 1
-        self._lanes = _Lanes(integers(width).bool(), *(integers(width) for _ in range(5)), floats(width))
+        self._lanes = _Lanes._make([integers(width).bool(), *(integers(width) for _ in range(5)), floats(width)])
         self._scored = _Scored(floats(count), *(integers(count) for _ in range(5)))
         self._sees_BNN = torch.zeros(num_trees, num_nodes + 2, num_nodes + 1, dtype=torch.bool, device=device)
         self._depth_BN, self._is_fed_BN = integers(num_nodes + 2), integers(num_nodes + 2).bool()
@@ -133,7 +133,7 @@ class DeviceRounds:
         gains_BW = chances_PE.cumsum(1)[:, -1].clamp(max=1.0).view(-1, width)
         self._continued_B1.copy_(torch.cat([self._continued_B1, gains_BW], dim=1).cumsum(1)[:, -1:])
         self._num_offered_B1 += self._is_valid(found).view(-1, width).sum(1, keepdim=True)
-        places_BWE = given.places.unflatten(1, (-1, count)).gather(1, lanes.place[:, :, None].expand(-1, -1, count))
+        places_BWE = torch.unflatten(given.places, 1, (-1, count)).gather(1, lanes.place[:, :, None].expand(-1, -1, count))
         parent_BWE, depth_BWE = (one[:, :, None].expand(-1, -1, count) for one in (lanes.node, lanes.depth + 1))
         made = (torch.where(is_scored_PE, values_PE, -torch.inf), found.ids_PK[:, :count], parent_BWE, depth_BWE, places_BWE)
         columns = self._round_1 * (width * count) + torch.arange(width * count, device=self._device)

@@ -84,7 +84,7 @@ def test_memory_of_replays_is_counted(tmp_path, monkeypatch):
     steps = static_steps(CONFIG, engine.target.model)
     assert steps is not None
     prepared = record(steps, LIMITS, engine.target, engine.drafter)
-    rows = sum(getattr(passes, "recordings", passes)._rows_NM.nbytes for passes in prepared)
+    rows = sum(vars(getattr(passes, "recordings", passes))["_rows_NM"].nbytes for passes in prepared)
     need = memory_need(config, "float32", CPU)
     assert need.replays == steps.buffer.table.nbytes + rows
     assert need.total == replace(need, replays=0).total + need.replays

@@ -12,6 +12,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from engine.attention.paged import levels
 from engine.attention.paged.graphs import GraphResources
 from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.attention.paged.reference import attend
@@ -87,7 +88,7 @@ class Compared:
         with_sizes = engine.drafter, engine.info.vocab_size, CPU
         self.by_device, self._by_round = DeviceGrower.of(*with_sizes), RoundGrower(*with_sizes)
         self.pairs: list[tuple[Growth, Growth]] = []
-        engine._growers = (engine._growers[0], self, self._by_round)  # type: ignore[assignment]
+        engine._growers = (engine._growers[0], self, self._by_round)
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         return self.by_device.can_grow(rows)
@@ -133,7 +134,7 @@ def test_devices_grow_the_trees_of_rounds(drafter, tmp_path):
 
 def with_lanes(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
     """Return a mutation of what is written to the table."""
-    feed = device_rounds.feed_lanes
+    feed = levels.feed_lanes
     return lambda patch: patch.setattr(device_rounds, "feed_lanes", lambda one, lanes, places: feed(one, change(lanes), places))
 
 
@@ -315,14 +316,14 @@ def test_models_grow_alone_without_cached_text(drafter, tmp_path):
         assert engine.drafter is not None
         combined = CombinedDrafter(engine.drafter, TextCache(min_tokens=2), 61, CPU)
         engine = Engine(engine.info, CONFIG, engine.target, combined, FixedExpansion(parse_expansion("2.2.2")))
-        grown = []
+        grown: list[bool] = []
         if name == "device":
             alone = growers_of(combined, 61, torch.device("meta"))[1]
             assert isinstance(alone, ModelAloneGrower)
             assert isinstance(alone.of_model, DeviceGrower)
             by_model = DeviceGrower.of(engine.drafter.model, 61, CPU)  # type: ignore[union-attr]
             alone = ModelAloneGrower(by_model, combined.texts)
-            engine._growers = (engine._growers[0], Noted(alone, grown), engine._growers[-1])  # type: ignore[assignment]
+            engine._growers = (engine._growers[0], Noted(alone, grown), engine._growers[-1])
         texts[name] = run(engine, [*REQUESTS, greedy("repeats", [5, 9, 33] * 4, max_tokens=16)]).texts()
     assert texts["rounds"] == texts["device"]
     assert {True, False} == set(grown)  # steps without cached text, and with

@@ -26,6 +26,7 @@ from engine.draft.text.text_cache import TextCache
 from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees import sampling as children
 from engine.draft.trees.grow import DeviceGrower
+from engine.model.causal_lm import CausalModel
 from engine.testing import tiny_module
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.distributions import text_distribution
@@ -343,6 +344,7 @@ def test_configured_pair_of_other_tokenizer_is_served(tmp_path, caplog):
 def test_recorded_passes_grow_in_rounds():
     """A node is a token of the target, and may be a part of one of the drafter's, which a device cannot feed."""
     drafter = drafter_of(*OTHER)
+    assert isinstance(drafter._model, CausalModel)
     drafter._model.attend = attend
     drafter.record(GraphResources(TableBuffer(4096, CPU), PaddingShapes(8), Unrecorded()))
     assert drafter.level_passes is None
