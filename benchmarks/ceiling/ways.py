@@ -128,7 +128,7 @@ def residual(examples: Examples, counted_RM: Array, shapes: Shapes) -> Array:
 def standardised(x_RX: Array, known: NDArray[np.int64] | None = None) -> Array:
     """Return the columns without mean and with deviation 1 over the known rows."""
     of_known = x_RX if known is None else x_RX[known]
-    return np.clip((x_RX - of_known.mean(0)) / np.maximum(of_known.std(0), 1e-6), -_FARTHEST, _FARTHEST)
+    return np.asarray(np.clip((x_RX - of_known.mean(0)) / np.maximum(of_known.std(0), 1e-6), -_FARTHEST, _FARTHEST))
 
 
 Predict = Callable[[Array, Array, NDArray[np.int64], NDArray[np.int64]], Array]

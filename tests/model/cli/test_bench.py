@@ -1,5 +1,6 @@
 """The benchmark counts correctly, runs the named cases, and fails when speculation changes greedy tokens."""
 
+import argparse
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from server.cli.bench_compare import (
     run_case,
     table,
 )
+from server.settings import Settings
 
 SHAPES = [Expansion(3, 1, 0), Expansion(1, 2, 2)]
 
@@ -127,7 +129,7 @@ def test_failed_run_is_one_line(error, monkeypatch, capsys):
         raise error
 
     monkeypatch.setattr(bench_run, "_bench", fail)
-    assert bench_run.bench(None, {}, None) == 1
+    assert bench_run.bench(Settings(model="smollm2-135m"), {}, argparse.Namespace()) == 1
     assert capsys.readouterr().err == f"latebranch bench: {error}\n"
 
 
