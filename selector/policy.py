@@ -21,7 +21,7 @@ from selector.menu import Menu, fed_share
 from selector.probes import Probes
 from selector.search import BatchLoad, Search, Step
 
-REUSED_STEPS = 20  # of a choice with drafts while the batch is the same
+REUSED_STEPS = 12  # of a choice with drafts while the batch is the same
 _MARGIN = 1.1  # to begin drafting: additional tokens over those of plain decoding in the same seconds; 1 to continue
 _FIRST_CORRECTIONS = 48  # steps, all of which correct costs; later probes do, and a step of each reused choice
 

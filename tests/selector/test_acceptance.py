@@ -305,7 +305,7 @@ def counts_after(groups: list[list[DraftOutcome]], menu: Menu) -> list[np.ndarra
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_trees_at_once_count_as_single_ones(seed):
+def test_trees_at_once_equal_single_trees(seed):
     """Learning is deferred to the next choice, so trees of several steps and sequences are counted together."""
     menu, chance = menu_of(Expansion(0, 4, 8, "noise_aware", 32), "coupled"), random.Random(seed)
     outcomes = []
