@@ -7,7 +7,7 @@ import argparse
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx2
 import pytest
@@ -27,7 +27,7 @@ from server.audit_url.client import UNREADABLE, CompletionClient
 from server.audit_url.dialect import Meaning
 from server.audit_url.draws import DrawTests
 from server.audit_url.report import CheckVerdict, as_json, as_text
-from server.audit_url.sources import Draw, ModelSource
+from server.audit_url.sources import Draw
 from server.cli.audit_url import report_of
 from tests.conformance.served import app_of
 from tests.conformance.served import served as app_served
@@ -96,13 +96,13 @@ class LikelyTokens:
         return [torch.tensor([[0.05, 0.9, 0.05]] * len(draw.token_ids)).log() for draw in draws]
 
 
-LIKELY_TOKENS = cast(ModelSource, LikelyTokens())
+LIKELY: Any = LikelyTokens()
 
 
 @pytest.mark.parametrize(("reported", "gap"), [([-0.1054] * 6, 1e-3), ([-0.1054, 0.0, 0.0, 0.0], 1e-3), ([-0.11] * 4, 0.046)])
 def test_gap_is_that_of_rounding(reported, gap):
     """The bug: log-probabilities of 0 for drafted tokens widened the gap to .5, which hides loose rules at temperature 0."""
-    audit = ServerAudit(CompletionClient("http://x", "m", None, 1.0, 1, is_chat=False), LIKELY_TOKENS, (), 200, 8, 1e-3, 3)
+    audit = ServerAudit(CompletionClient("http://x", "m", None, 1.0, 1, is_chat=False), LIKELY, (), 200, 8, 1e-3, 3)
     audit._drawn = [(SamplingParams(), "", [Draw((5,), (1,) * len(reported), tuple(reported))])] * 2
     assert audit._measured_gap() == pytest.approx(gap, rel=0.01)
 
@@ -111,7 +111,7 @@ def test_gap_is_that_of_rounding(reported, gap):
 def test_listed_tokens_may_be_rounded(tolerance, error, num_wrong):
     """The bug: F16's rounding of unlikely tokens in the lists was a violation, because the gap was that of drawn tokens."""
     draw = Draw((5,), (1,), (-0.1054,), ((-0.1054, error - 2.9957, -2.9957),))
-    results = DrawTests([draw], LIKELY_TOKENS, Meaning(), SamplingParams(), tolerance, 3).results("")
+    results = DrawTests([draw], LIKELY, Meaning(), SamplingParams(), tolerance, 3).results("")
     assert [one.num_wrong for one in results if one.check == "log-probabilities"] == [num_wrong]
 
 
