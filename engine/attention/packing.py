@@ -130,7 +130,7 @@ class PackedBatch:
     @property
     def end(self) -> int:
         """The largest position plus one."""
-        return max(self.tokens_3T[1].tolist()) + 1
+        return int(max(self.tokens_3T[1].tolist())) + 1
 
     @cached_property
     def _on_device(self) -> list[Tensor]:

@@ -65,48 +65,48 @@ def test_node_index_is_at_least_depth(tree):
     assert all(node >= depth for node, depth in enumerate(tree.depths))
 
 
-class DepthsTwoTooDeep(TokenTree):
+class DepthsTwoTooDeep(TokenTree, frozen=True):
     @cached_property
     def depths(self):
         return (0, *(depth + 2 for depth in super().depths[1:]))
 
 
-class SeesItselfOnly(TokenTree):
+class SeesItselfOnly(TokenTree, frozen=True):
     @cached_property
     def ancestors_NN(self):
         return np.eye(self.num_nodes, dtype=np.bool_)
 
 
-class SeesAllBefore(TokenTree):
+class SeesAllBefore(TokenTree, frozen=True):
     @cached_property
     def ancestors_NN(self):
         return np.tri(self.num_nodes, dtype=np.bool_)
 
 
-class PathWithoutRoot(TokenTree):
+class PathWithoutRoot(TokenTree, frozen=True):
     def path(self, node):
         return super().path(node)[1:] or (node,)
 
 
-class ChildrenAsOftenAsDrawn(TokenTree):
+class ChildrenAsOftenAsDrawn(TokenTree, frozen=True):
     @cached_property
     def children(self):
         return self.draws
 
 
-class ChildrenByIndex(TokenTree):
+class ChildrenByIndex(TokenTree, frozen=True):
     @cached_property
     def children(self):
         return tuple(tuple(sorted(set(drawn))) for drawn in self.draws)
 
 
-class PreOrder(TokenTree):
+class PreOrder(TokenTree, frozen=True):
     @cached_property
     def post_order(self):
         return tuple(range(self.num_nodes))
 
 
-class SiblingsBackwards(TokenTree):
+class SiblingsBackwards(TokenTree, frozen=True):
     @cached_property
     def post_order(self):
         return (3, *(node for node in super().post_order if node != 3))
