@@ -118,7 +118,7 @@ def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget
     def measure_pass(size: PassSize) -> None:
         work, seconds = bench.time_pass(size)
         seen.setdefault(size, (work, []))[1].append(seconds)
-        bar.update(min(budget_s, clock() - begin_s) - bar.n)
+        bar.update(int(min(budget_s, clock() - begin_s)) - bar.n)
 
     for size in sizes:
         if len(seen) >= _FEWEST_SIZES and clock() - begin_s > budget_s / 2:
