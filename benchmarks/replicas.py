@@ -115,9 +115,14 @@ def _processor_s() -> dict[str, float]:
     seconds, waiting = defaultdict[str, float](float), [os.getpid()]
     while waiting:
         folder = Path(f"/proc/{waiting.pop()}")
-        for thread in (folder / "task").iterdir():
-            waiting += map(int, (thread / "children").read_text().split())
-        name, times = (folder / "comm").read_text().strip(), (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+        try:
+            children = [
+                int(child) for thread in (folder / "task").iterdir() for child in (thread / "children").read_text().split()
+            ]
+            name, times = (folder / "comm").read_text().strip(), (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        waiting += map(int, children)
         kind = {"latebranch-work": "engines", "smg::router": "smg"}.get(name, "front ends")
         seconds["clients" if folder.name == str(os.getpid()) else kind] += sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
     return seconds

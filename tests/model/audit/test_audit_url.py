@@ -115,6 +115,14 @@ def test_listed_tokens_may_be_rounded(tolerance, error, num_wrong):
     assert [one.num_wrong for one in results if one.check == "log-probabilities"] == [num_wrong]
 
 
+@pytest.mark.parametrize(("shift", "num_wrong"), [(0.015, 0), (0.09, 1)])
+def test_likely_tokens_may_move_less(shift, num_wrong):
+    """The bug: likely tokens had the limit of unlikely ones, so log-probabilities renormalised after a cut passed as rounding."""
+    draw = Draw((5,), (1,), (shift - 0.1054,), ((shift - 0.1054, shift - 2.9957, shift - 2.9957),))
+    results = DrawTests([draw], LIKELY, Meaning(), SamplingParams(), 0.014, 3).results("")
+    assert [one.num_wrong for one in results if one.check == "log-probabilities"] == [num_wrong]
+
+
 OWN_FAULTS = {
     "WithoutTopP": (300, "impossible tokens"),
     "LooseAtZero": (200, "arg max"),
