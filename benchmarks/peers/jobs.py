@@ -35,8 +35,8 @@ class Job:
     def from_json(cls, line: str) -> Self:
         """Return the job that a line is."""
         value = json.loads(line)
-        prompts = tuple(tuple(prompt) for prompt in value["prompts"])
-        return cls(**{**value, "prompts": prompts, "seeds": tuple(value["seeds"])})
+        tuples = {name: tuple(value[name]) for name in ("seeds", "models")}
+        return cls(**{**value, **tuples, "prompts": tuple(tuple(prompt) for prompt in value["prompts"])})
 
     def to_json(self) -> str:
         """Return the job as a line."""

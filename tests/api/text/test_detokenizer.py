@@ -48,6 +48,7 @@ def _runs(codec: TextCodec) -> st.SearchStrategy[list[int]]:
 def _property(name: str, make: Callable[[TextCodec], Detokenizer], skips_special: bool = True) -> Callable[[], None]:
     codec = CODECS[name]
 
+    @example([0, *codec.encode_more("a the")])
     @given(_ids(codec))
     def pieces_add_up(ids: list[int]) -> None:
         assert "".join(_streamed(make(codec), ids)) == codec.decode(ids, skips_special)

@@ -4,6 +4,7 @@ Without a GPU the kernels are run by Triton's interpreter, program by program.
 """
 
 import random
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -338,12 +339,20 @@ WRONG_ARGUMENTS = {  # of other kernels, by their places: each mutant changes on
 }
 
 
+@contextmanager
+def unwritten_memory_is_nan():
+    """Fill new tensors, so that a value which a kernel leaves out is never an earlier one."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def products_error(kind: str) -> float:
     """Return the error of a product of eight-bit weights, whose scales differ, by its kernel."""
     layer, states = layer_of(16, torch.bfloat16, is_fp8=True), states_of(20, torch.bfloat16)
     inner, found = TorchOperations().gated(states, layer, EPS), []
     for operations in (Kernels(), TorchOperations()):
-        with widened_products():
+        with widened_products(), unwritten_memory_is_nan():
             if kind == "gated":
                 found.append([operations.gated(states, layer, EPS)])
             else:
