@@ -4,7 +4,7 @@ An Estimator does not know seconds. The one here keeps decaying counts. Trees th
 depth. Noise-aware trees add up the probabilities of their nodes by least chance. Every estimate is shrunk: the prior
 of a depth is the depth above it, the prior of a sequence is its kind (temperature and verifier).
 
-Shape key: B sequences, M entries of a menu, D depths, K entries with a least chance, T trees.
+Shape key: B sequences, M entries of a menu, D depths, K entries with a least chance, T of them with evidence from a tree.
 """
 
 from collections.abc import Sequence
@@ -84,15 +84,13 @@ class _Counts:
         self.by_depth *= self._decay
         self.by_depth += counts_22D
 
-    def add_nodes(self, sums_TK4: Array, trees: Sequence[NodeChances]) -> None:
-        """Add T noise-aware trees, oldest first. The sums of a tree are zeros from the first least chance without evidence."""
-        kept_TK = np.ones((1 + len(trees), len(self.by_chance[0])))  # of counts before each tree, by it and later trees
-        kept_TK[:-1] = np.where(sums_TK4[::-1, :, 3] > 0.0, self._decay, 1.0).cumprod(0)[::-1]
-        self.by_chance *= kept_TK[0]
-        self.by_chance += np.einsum("tkc,tk->ck", sums_TK4, kept_TK[1:])
-        for nodes in trees:
-            self._accepted = self._decay * self._accepted + len(nodes.accepted)
-            self._expected = self._decay * self._expected + sum(nodes.chances)
+    def add_nodes(self, sums_4T: Array, num_accepted: int, expected: float) -> None:
+        """Add a noise-aware tree. It has evidence for the first T least chances only."""
+        part = self.by_chance[:, : sums_4T.shape[1]]
+        part *= self._decay
+        part += sums_4T
+        self._accepted = self._decay * self._accepted + num_accepted
+        self._expected = self._decay * self._expected + expected
 
 
 def _rates(counts: Array, prior: Array) -> Array:
@@ -162,25 +160,15 @@ class CountedAcceptance:
         return Estimates(*found_3BM)
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """Count the outcomes of trees, oldest first. A row that decoded plainly has no evidence.
-
-        If a request's bound cut a noise-aware tree, it is evidence for that sequence only, whose later trees are cut too.
-        """
-        trees_of: dict[_Counts, list[tuple[list[tuple[float, ...]], NodeChances]]] = {}
+        """Count the outcomes of trees. A row that decoded plainly has no evidence."""
         for outcome in outcomes:
-            own, nodes, tree = self._own.get(outcome.request_id), outcome.nodes, outcome.expansion
-            if own is None or tree.is_plain:
+            own = self._own.get(outcome.request_id)
+            if own is None or outcome.expansion.is_plain:
                 continue
-            if nodes is None:
+            if outcome.nodes is None:
                 self._observe_depths(own, outcome)
             elif self._least:
-                is_cut = tree not in self._menu.index
-                least = min(nodes.chances) if is_cut and len(nodes.chances) >= tree.max_nodes else nodes.least
-                sums = self._sums_of(nodes, least, outcome.drafted_depth)
-                for counts in () if least > self._least[0] else (own,) if is_cut else (own, own.kind):
-                    trees_of.setdefault(counts, []).append((sums, nodes))
-        for counts, trees in trees_of.items():
-            counts.add_nodes(np.array([sums for sums, _ in trees]), [nodes for _, nodes in trees])
+                self._observe_nodes(own, outcome, outcome.nodes)
 
     def _observe_depths(self, own: _Counts, outcome: DraftOutcome) -> None:
         """Count trials by depth. If all K siblings are rejected, that is K misses. If one is accepted, it is a part of a hit.
@@ -202,18 +190,30 @@ class CountedAcceptance:
         for counts in (own, own.kind):
             counts.add_depths(counts_22D)
 
-    def _sums_of(self, nodes: NodeChances, least: float, drafted_depth: int) -> list[tuple[float, ...]]:
-        """Return a tree's tokens, nodes, rounds and 1 between one least chance and the next, zeros below `least`."""
+    def _observe_nodes(self, own: _Counts, outcome: DraftOutcome, nodes: NodeChances) -> None:
+        """Add up nodes between one least chance and the next. A tree has no evidence of nodes below its own bound.
+
+        If a request's bound cut the tree, it is evidence for that sequence only, whose later trees are cut too.
+        """
         likeliest = sorted(zip(nodes.chances, nodes.depths, strict=True), reverse=True)
-        sums, count, deepest = list[tuple[float, ...]](), 0, 1
+        is_cut = outcome.expansion not in self._menu.index
+        least = min(nodes.chances) if is_cut and len(nodes.chances) >= outcome.expansion.max_nodes else nodes.least
+        sums: list[tuple[float, float, float, float]] = []
+        count, deepest = 0, 1
         for chance in self._least:
+            if chance < least:
+                break
             first, before, tokens = count, deepest, 0.0
             while count < len(likeliest) and likeliest[count][0] >= chance:
                 tokens += likeliest[count][0]
-                deepest = max(deepest, min(likeliest[count][1] + 1, drafted_depth))
+                deepest = max(deepest, min(likeliest[count][1] + 1, outcome.drafted_depth))
                 count += 1
-            sums.append((tokens, count - first, deepest - before, 1.0) if chance >= least else (0.0,) * 4)
-        return sums
+            sums.append((tokens, count - first, deepest - before, 1.0))
+        if not sums:
+            return
+        expected = sum(nodes.chances)
+        for counts in (own,) if is_cut else (own, own.kind):
+            counts.add_nodes(np.array(sums).T, len(nodes.accepted), expected)
 
     def _counts_of(self, view: SequenceView) -> _Counts:
         """Return a sequence's counts. A sequence that is new, or whose id is used again, begins with empty ones."""

@@ -14,7 +14,7 @@ Shape key: K coefficients, F features of one part, C steps. Units: seconds.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf, isfinite
 from operator import mul
 
@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of packed tokens between which T(N) is a line
 KNOTS_F = np.array(KNOTS, dtype=np.float64)
-_WIDTHS = [end - begin for begin, end in pairwise(KNOTS)]
+_WIDTHS = np.diff(KNOTS_F)
 _SEGMENTS = tuple(pairwise((*KNOTS, inf)))
 REST_COEFFICIENTS = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn", "key", "score")
 DRAFT_COEFFICIENTS = ("round", "pass", "draft_token", "pass_key")
@@ -66,22 +66,21 @@ class CostModel:
         rest, draft = rest or GENERIC_REST, draft or GENERIC_DRAFT
         if len(rest) != NUM_REST or len(draft) != _NUM_DRAFT:
             raise ValueError(f"{NUM_REST} coefficients of the rest and {_NUM_DRAFT} of drafting are needed")
-        self._prior = [float(one) for one in (*rest, *draft)]
-        if not all(0.0 < one < inf for one in self._prior):
+        self._prior_K = np.array([*rest, *draft], dtype=np.float64)
+        if not np.isfinite(self._prior_K).all() or (self._prior_K <= 0.0).any():
             raise ValueError("coefficients must be positive")
         self._error_K = np.zeros(len(_NAMES))
         self._prior_KK = _COMMON_VARIANCE + _OWN_VARIANCE * np.eye(len(_NAMES))
-        self._forgotten_KK = (1.0 - FORGETTING) * self._prior_KK
         self._covariance_KK = self._prior_KK.copy()
         self._was_clipped = {"rest": False, "drafting": False}
         self._update()
 
     def _update(self) -> None:
         """Derive the coefficients and the curve T(N) from the errors."""
-        coefficients = [prior * max(1.0 + error, LEAST_FACTOR) for prior, error in zip(self._prior, self._error_K.tolist())]
-        self.coefficients: dict[str, float] = dict(zip(_NAMES, coefficients, strict=True))
-        *slopes, self._last_slope = coefficients[1 : 1 + len(KNOTS)]
-        self._curve_F = np.array([*accumulate(map(mul, slopes, _WIDTHS), initial=0.0)])
+        coefficients_K = self._prior_K * np.maximum(1.0 + self._error_K, LEAST_FACTOR)
+        self.coefficients: dict[str, float] = dict(zip(_NAMES, coefficients_K.tolist(), strict=True))
+        slopes_F = coefficients_K[1 : 1 + len(KNOTS)]
+        self._curve_F, self._last_slope = np.append(0.0, np.cumsum(slopes_F[:-1] * _WIDTHS)), slopes_F[-1]
 
     def step_s(self, work: StepWork) -> float:
         """Return the predicted seconds of a step; its numbers may be expectations."""
@@ -101,10 +100,9 @@ class CostModel:
     def observe(self, work: StepWork, draft_s: float, rest_s: float) -> None:
         """Learn from the measured seconds of a step."""
         if not self._has_scale and rest_s > 0.0:
-            scale = (draft_s + rest_s) / self.step_s(work)
-            self._prior, self._has_scale = [one * scale for one in self._prior], True
-        self._covariance_KK *= FORGETTING
-        self._covariance_KK += self._forgotten_KK
+            self._prior_K *= (draft_s + rest_s) / self.step_s(work)
+            self._has_scale = True
+        self._covariance_KK = FORGETTING * self._covariance_KK + (1.0 - FORGETTING) * self._prior_KK
         self._correct("rest", [*rest_features(work), *(0.0,) * _NUM_DRAFT], rest_s)
         if work.num_passes or work.num_rounds:
             self._correct("drafting", [*(0.0,) * NUM_REST, *draft_features(work)], draft_s)
@@ -112,11 +110,11 @@ class CostModel:
 
     def _correct(self, part: str, features: Sequence[float], measured_s: float) -> None:
         """Update the filter from the measured seconds of one part of a step."""
-        seconds = [*map(mul, features, self._prior)]
-        scale_s = sum(seconds)
+        weights_K = np.array(features) * self._prior_K
+        scale_s = float(weights_K.sum())
         if scale_s <= 0.0 or not isfinite(measured_s):
             return
-        weights_K = np.array([one / scale_s for one in seconds])
+        weights_K /= scale_s
         expected = 1.0 + float(weights_K @ self._error_K)
         towards_K = self._covariance_KK @ weights_K
         noise = (NOISE * max(expected, LEAST_FACTOR)) ** 2

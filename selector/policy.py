@@ -13,15 +13,14 @@ from math import inf, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.policy import DraftOutcome, ExpansionChoice, Reason, SequenceView, StepFeedback, StepWork, composition_of
+from engine.core.policy import ExpansionChoice, Reason, SequenceView, StepFeedback, StepWork, composition_of
 from engine.core.tree import PLAIN, Expansion
 from selector.acceptance import OWN_DECAY, Estimates, Estimator
 from selector.cost import CostModel
 from selector.menu import Menu, fed_share
-from selector.probes import Probes
+from selector.probes import REUSED_STEPS, Probes
 from selector.search import BatchLoad, Search, Step
 
-REUSED_STEPS = 12  # of a choice with drafts while the batch is the same
 _MARGIN = 1.1  # to begin drafting: additional tokens over those of plain decoding in the same seconds; 1 to continue
 _FIRST_CORRECTIONS = 48  # steps, all of which correct costs; later probes do, and a step of each reused choice
 
@@ -65,10 +64,10 @@ class AdaptiveExpansion:
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the best expansions found, with the expected seconds and speed-up of the step."""
-        has_prompt = composition_of(views) is None and any(view.num_uncached > 1 for view in views)
-        if not has_prompt or len(self._unlearned) > REUSED_STEPS:
-            self._learn()
-        if has_prompt:
+        unlearned, self._unlearned = self._unlearned, []
+        for feedback, corrects_costs in unlearned:
+            self._learn_from(feedback, corrects_costs)
+        if composition_of(views) is None and any(view.num_uncached > 1 for view in views):
             return ExpansionChoice((PLAIN,) * len(views), Reason.PLAIN_IS_BEST)  # a prompt fills the step, so nodes cost too much
         own = {one.request_id: tree for one in views if not (tree := _own_tree(one)).is_plain}
         self._own_tokens = {name: self._own_tokens.get(name, 1.0) for name in own}
@@ -93,26 +92,21 @@ class AdaptiveExpansion:
         self._probes.save(feedback.num_steps * (feedback.draft_s + feedback.rest_s))
         is_probe = bool(self._probes.probed)
         corrects_costs = is_probe or self._num_steps <= _FIRST_CORRECTIONS or self._num_steps % REUSED_STEPS < feedback.num_steps
-        corrects_costs = corrects_costs and not feedback.has_prefill
         if feedback.has_drafted or corrects_costs:
-            self._unlearned.append((feedback, corrects_costs))
+            self._unlearned.append((feedback, corrects_costs and not feedback.has_prefill))
         if is_probe:
             self._end_probe(feedback)
 
-    def _learn(self) -> None:
-        """Learn from the steps since the last time."""
-        steps, self._unlearned, outcomes = self._unlearned, [], list[DraftOutcome]()
-        for feedback, corrects_costs in steps:
-            if corrects_costs and feedback.outcomes:
-                self._costs.observe(feedback.work, feedback.draft_s, feedback.rest_s)
-            if not feedback.has_drafted:
-                continue
-            if not feedback.has_prefill and len(feedback.outcomes) == feedback.num_rows:
-                self._num_passes = OWN_DECAY * self._num_passes + (1.0 - OWN_DECAY) * feedback.num_passes
-                self._num_rounds = OWN_DECAY * self._num_rounds + (1.0 - OWN_DECAY) * feedback.num_rounds
-            outcomes += feedback.outcomes
-        if outcomes:
-            self._estimator.observe(outcomes)
+    def _learn_from(self, feedback: StepFeedback, corrects_costs: bool) -> None:
+        outcomes = feedback.outcomes
+        if corrects_costs and outcomes:
+            self._costs.observe(feedback.work, feedback.draft_s, feedback.rest_s)
+        if not feedback.has_drafted:
+            return
+        if not feedback.has_prefill and len(outcomes) == feedback.num_rows:
+            self._num_passes = OWN_DECAY * self._num_passes + (1.0 - OWN_DECAY) * feedback.num_passes
+            self._num_rounds = OWN_DECAY * self._num_rounds + (1.0 - OWN_DECAY) * feedback.num_rounds
+        self._estimator.observe(outcomes)
         for one in outcomes if self._own_tokens else ():
             if (known := self._own_tokens.get(one.request_id)) is not None:
                 self._own_tokens[one.request_id] = OWN_DECAY * known + (1.0 - OWN_DECAY) * (1.0 + one.accepted_depth)

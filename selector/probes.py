@@ -14,8 +14,8 @@ from math import inf
 from engine.core.policy import DraftOutcome, SequenceView
 
 _SHARE = 0.004  # of all seconds, at most, for probes
-_SHORTEST = 12  # tokens between the probes of a plain sequence that accepts them
-_LONGEST = 64  # tokens between the probes of any sequence
+REUSED_STEPS = 12  # of a choice with drafts while the batch is the same, and of a plain sequence that accepts its probes
+_LONGEST = 64  # tokens of a sequence between its probes
 _MOST_SAVED_STEPS = 2.0  # plain steps' seconds that the account holds
 _MOST_LOST_STEPS = 16.0  # bound of a charge: a step may be long because another program ran
 
@@ -66,7 +66,7 @@ class Probes:
         for row, (view, plain) in enumerate(zip(views, is_plain, strict=True)):
             wait = self._waits.get(view.request_id)
             if wait is None or wait.is_plain != plain or wait.since > view.num_generated:
-                interval = _LONGEST if not plain else self._interval if wait is None else _SHORTEST
+                interval = _LONGEST if not plain else self._interval if wait is None else REUSED_STEPS
                 wait = _Wait(plain, interval, view.num_generated)
             waits[view.request_id] = wait
             left = wait.since + wait.interval - view.num_generated
@@ -88,7 +88,7 @@ class Probes:
         for view in views:
             self.probed.add(view.request_id)
             wait = self._waits[view.request_id]
-            wait.since, wait.interval = view.num_generated, max(_SHORTEST, wait.interval)
+            wait.since, wait.interval = view.num_generated, max(REUSED_STEPS, wait.interval)
 
     def end(self, outcomes: Sequence[DraftOutcome], lost_s: float) -> None:
         """Charge the probe under way with its loss, which may be negative, and set the waits by the accepted tokens."""
@@ -97,6 +97,6 @@ class Probes:
             wait = self._waits.get(outcome.request_id)
             if outcome.request_id not in self.probed or outcome.expansion.is_plain or wait is None or not wait.is_plain:
                 continue
-            wait.interval = _SHORTEST if outcome.accepted_depth else min(_LONGEST, 2 * wait.interval)
+            wait.interval = REUSED_STEPS if outcome.accepted_depth else min(_LONGEST, 2 * wait.interval)
             self._interval = wait.interval
         self.probed.clear()

@@ -2,9 +2,10 @@
 
 The batch shares a step's seconds: rounds of growth are paid once. A node is only worthwhile if it adds more tokens a second than
 the batch has. Each entry of the menu is tried for all sequences that may have it, then for the best half, quarter and so on. From
-the best step, sequences are left out one by one, the smallest gain per node first. The cost model evaluates whole steps.
+the best step, sequences are left out one by one, the smallest gain per node first. The cost model evaluates whole steps. Entries
+are not chosen for each sequence alone, since the maximum of many uncertain estimates is rarely as good as it looks.
 
-Shape key: B sequences, M entries by depth, C candidate steps, H halvings, N nodes, Z sizes of the other trees.
+Shape key: B sequences, M entries by depth, C candidate steps, N nodes, Z sizes of the other trees.
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,8 @@ from selector.cost import KEYS, CostModel
 from selector.menu import Menu
 
 Places = NDArray[np.int64]
-_Evaluated = tuple[Places, Array, Array]  # candidates [C, B], expected tokens and seconds [C]
 
-_SPREAD = (-1.28, -0.52, 0.0, 0.52, 1.28)  # equally likely numbers of standard deviations
+_SPREAD = np.array([-1.28, -0.52, 0.0, 0.52, 1.28])  # equally likely numbers of standard deviations
 
 
 @dataclass(frozen=True)
@@ -72,28 +72,30 @@ class Search:
         self._fed_s = load.model_share * each_s["draft_token"]
         score_s = each_s["score"] / KEYS
         self._node_s_B = np.array([each_s["drawn"] * draw + score_s * keys for draw, keys in zip(load.draws, load.context)])
-        # Without T(N) and rounds. The root is fed too.
-        nodes_s_BM = estimates.nodes * (self._node_s_B[:, None] + self._fed_s * menu.fed_share)
-        self._own_s_BM = nodes_s_BM + self._fed_s * (menu.depths > 0)
-        self._base_s = costs.step_s(load.base._replace(num_tokens=1)) - load.base.num_rounds * self._round_s
-        self._first = self._evaluated(self._alike((0,) * len(load.context)))  # plain decoding comes first
-        self.plain = self._step(self._first, 0)
+        fed_BM = estimates.nodes * menu.fed_share + (menu.depths > 0)  # the root too
+        self._own_s_BM = estimates.nodes * self._node_s_B[:, None] + self._fed_s * fed_BM  # without T(N) and rounds
+        tokens_s = float(costs.tokens_s(np.array(load.base.num_tokens)))
+        self._base_s = costs.step_s(load.base) - tokens_s - load.base.num_rounds * self._round_s
+        self._first_CB = self._alike((0,) * len(load.context))  # plain decoding comes first
+        self._first_tokens_C, self._first_seconds_C = self._evaluate(self._first_CB)
+        self.plain = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, 0)
 
     def best(self) -> Step:
         """Return the best step found. Plain decoding is one of the candidates."""
-        best = self._best_of(self._first)
-        if len(self._rows_B) == 1 or best == self.plain:
+        first = int((self._first_tokens_C / self._first_seconds_C).argmax())
+        best = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, first)
+        if len(self._rows_B) == 1 or first == 0:
             return best
         if self._is_allowed_BM is not None:
-            best = self._best_of(self._evaluated(self._alike(best.places)))
-        return self._best_of(self._evaluated(self._fewer(best)))
+            best = self._best_of(self._alike(best.places))
+        return self._best_of(self._fewer(best))
 
     def with_tree(self, chosen: Step, rows: Sequence[int], entries: Sequence[int]) -> list[Step]:
         """Return the chosen step once for each of the entries, with that entry for the given sequences."""
         places_CB = np.repeat(np.array([chosen.places]), len(entries), axis=0)
         places_CB[:, rows] = np.array(entries, dtype=np.int64)[:, None]
-        evaluated = self._evaluated(places_CB)
-        return [self._step(evaluated, candidate) for candidate in range(len(entries))]
+        evaluated = self._evaluate(places_CB)
+        return [self._step(places_CB, *evaluated, candidate) for candidate in range(len(entries))]
 
     def growth_costs(self, chosen: Step, num_sharing: int) -> GrowthCosts:
         """Return the cost of a further node and of a further level in a chosen step, in tokens at its rate.
@@ -102,16 +104,19 @@ class Search:
         those of the other trees. Their number varies, so the cost of each node is a mean over equally likely numbers. No node
         may be less likely than the menu's least chance.
         """
-        drafting, num_tokens = [place for place in chosen.places if place] or [0], self._load.base.num_tokens
-        num_nodes = float(self.estimates.nodes.take(self._rows_B + chosen.places).sum())
-        own_nodes, num_others = num_nodes / len(drafting), len(drafting) - 1
-        others = [num_nodes, *(max(0.0, own_nodes * (num_others + spread * num_others**0.5)) for spread in _SPREAD)]
-        most_nodes = max(1, *(self._menu.entries[place].num_draft_tokens for place in drafting))
-        tokens_s_ZN = self._costs.tokens_s(np.add.outer(others, np.arange(num_tokens, num_tokens + 1.0 + most_nodes)))
-        nodes_ZN = (float(self._node_s_B.mean()) + tokens_s_ZN[:, 1:] - tokens_s_ZN[:, :-1]) * chosen.rate
-        nodes_N = np.maximum(nodes_ZN[1:].mean(0), self._menu.least_chance).round(9)
-        level = (self._round_s / max(1, num_sharing) + self._fed_s) * chosen.rate
-        return GrowthCosts(float(nodes_ZN[0, 0]), level, tuple(never_less(nodes_N.tolist())) if any(drafting) else ())
+        rate, places_B = chosen.rate, np.array(chosen.places)
+        num_nodes = float(self.estimates.nodes.take(places_B + self._rows_B).sum())
+        num_tokens, num_drafting = float(self._load.base.num_tokens), int(np.count_nonzero(places_B))
+        own_s, level_s = float(self._node_s_B.mean()), self._round_s / max(1, num_sharing) + self._fed_s
+        node_s = own_s + float(np.diff(self._costs.tokens_s(num_tokens + num_nodes + np.arange(2.0)))[0])
+        if not num_drafting:
+            return GrowthCosts(node_s * rate, level_s * rate)
+        own_nodes, num_others = num_nodes / num_drafting, num_drafting - 1
+        others_Z = np.maximum(0.0, own_nodes * (num_others + _SPREAD * num_others**0.5))
+        sizes_N = num_tokens + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
+        tokens_s_N = self._costs.tokens_s(sizes_N + others_Z[:, None]).mean(0)
+        nodes_N = np.maximum((own_s + np.diff(tokens_s_N)) * rate, self._menu.least_chance)
+        return GrowthCosts(node_s * rate, level_s * rate, tuple(never_less(nodes_N.round(9).tolist())))
 
     def _alike(self, kept: Sequence[int]) -> Places:
         """Return candidates for each entry, [C, B]: all sequences that may have it do, then the best half, quarter and so on.
@@ -120,12 +125,13 @@ class Search:
         """
         num_rows, tokens_BM, entries_M1 = len(self._rows_B), self.estimates.tokens, np.arange(len(self._menu))[:, None]
         is_allowed_BM = np.ones_like(tokens_BM, dtype=np.bool_) if self._is_allowed_BM is None else self._is_allowed_BM
-        if num_rows == 1:
-            return np.where(is_allowed_BM.T, entries_M1, kept)
-        rank_MB = np.where(is_allowed_BM, -tokens_BM, 0.0).argsort(0, kind="stable").argsort(0).T
-        halves_H1 = np.arange(1 + (num_rows - 1).bit_length())[:, None]  # to the best one alone
-        most_HM1 = -(-np.count_nonzero(is_allowed_BM, axis=0) >> halves_H1)[..., None]
-        return np.where(rank_MB < most_HM1, entries_M1, kept).reshape(-1, num_rows)
+        candidates = [np.where(is_allowed_BM.T, entries_M1, kept)]
+        if num_rows > 1:
+            rank_MB = np.where(is_allowed_BM, -tokens_BM, 0.0).argsort(0, kind="stable").argsort(0).T
+            num_allowed_M1 = np.count_nonzero(is_allowed_BM, axis=0)[:, None]
+            halves = range(1, (num_rows - 1).bit_length() + 1)  # to the best one alone
+            candidates += [np.where(rank_MB < -(-num_allowed_M1 >> half), entries_M1, kept) for half in halves]
+        return np.concatenate(candidates)
 
     def _fewer(self, best: Step) -> Places:
         """Return candidates in which fewer and fewer sequences draft, the largest gain per node, [C, B]."""
@@ -137,21 +143,21 @@ class Search:
         places_CB[:, order] = np.tri(len(order) + 1, len(order), -1, dtype=np.int64) * places_B[order]
         return places_CB
 
-    def _best_of(self, evaluated: _Evaluated) -> Step:
-        return self._step(evaluated, int((evaluated[1] / evaluated[2]).argmax()))
+    def _best_of(self, places_CB: Places) -> Step:
+        tokens_C, seconds_C = self._evaluate(places_CB)
+        return self._step(places_CB, tokens_C, seconds_C, int((tokens_C / seconds_C).argmax()))
 
     @staticmethod
-    def _step(evaluated: _Evaluated, candidate: int) -> Step:
-        places_CB, tokens_C, seconds_C = evaluated
+    def _step(places_CB: Places, tokens_C: Array, seconds_C: Array, candidate: int) -> Step:
         return Step((*places_CB[candidate].tolist(),), float(tokens_C[candidate]), float(seconds_C[candidate]))
 
-    def _evaluated(self, places_CB: Places) -> _Evaluated:
-        """Return the candidates with the expected tokens and seconds of each."""
+    def _evaluate(self, places_CB: Places) -> tuple[Array, Array]:
+        """Return the expected tokens and seconds of each candidate."""
         base, index_CB = self._load.base, places_CB + self._rows_B
         tokens_s_C = self._costs.tokens_s(base.num_tokens + self.estimates.nodes.take(index_CB).sum(1))
         rounds_C = np.maximum(base.num_rounds, self._rounds(places_CB, self.estimates.rounds.take(index_CB)))
         seconds_C = self._base_s + tokens_s_C + rounds_C * self._round_s + self._own_s_BM.take(index_CB).sum(1)
-        return places_CB, self._load.base_tokens + self.estimates.tokens.take(index_CB).sum(1), seconds_C
+        return self._load.base_tokens + self.estimates.tokens.take(index_CB).sum(1), seconds_C
 
     def _rounds(self, places_CB: Places, rounds_CB: Array) -> Array:
         """Return the expected rounds of each candidate: the rounds of its longest tree.

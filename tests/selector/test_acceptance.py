@@ -292,31 +292,3 @@ def test_tree_has_no_evidence_below_its_bound():
     assert after.nodes[0, at] == pytest.approx(2.0, rel=0.1)
     assert after.nodes[0, -1] > after.nodes[0, at] + 1.0, "unlikelier nodes are still expected as before"
     assert before.nodes[0, at] != pytest.approx(2.0, rel=0.1)
-
-
-def counts_after(groups: list[list[DraftOutcome]], menu: Menu) -> list[np.ndarray]:
-    """Return the estimates for two sequences after these outcomes, each group observed at once."""
-    estimator = CountedAcceptance(menu)
-    views = [Text(flat(0.0), num_generated=5, temperature=0.0).view(name) for name in ("r", "s")]
-    estimator.estimate(views)
-    for group in groups:
-        estimator.observe(group)
-    return list(estimator.estimate(views))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_trees_at_once_equal_single_trees(seed):
-    """Learning is deferred to the next choice, so trees of several steps and sequences are counted together."""
-    menu, chance = menu_of(Expansion(0, 4, 8, "noise_aware", 32), "coupled"), random.Random(seed)
-    outcomes = []
-    for _ in range(30):
-        chances = sorted((chance.choice((chance.random(), 0.6)) for _ in range(chance.randrange(8))), reverse=True)
-        entry = chance.choice(menu.entries[1:])
-        if chance.random() < 0.3:  # a request's bound cuts the tree
-            entry = entry.limited(8, max(1, len(chances) - chance.randrange(2)))
-        nodes = nodes_with(tuple(chances), chance.choice((0.95, *menu.least_chances[1:])))._replace(
-            accepted=tuple(range(len(chances) // 2))
-        )
-        outcomes.append(DraftOutcome(chance.choice("rs"), entry, len(chances), chance.randint(1, 8), len(chances) // 2, nodes))
-    for at_once, one_by_one in zip(counts_after([outcomes], menu), counts_after([[one] for one in outcomes], menu), strict=True):
-        np.testing.assert_allclose(at_once, one_by_one, rtol=1e-9)

@@ -61,7 +61,7 @@ def search_by_chance(chances: list[list[float]], model: CostModel, kind: type[Se
 
 def step_of(one: Search, places: Sequence[int]) -> Step:
     """Return the step with these entries."""
-    return one._best_of(one._evaluated(np.array([places], dtype=np.int64)))
+    return one._best_of(np.array([places], dtype=np.int64))
 
 
 def best_of_all(one: Search, num_rows: int, menu: Menu = MENU) -> float:
@@ -216,7 +216,7 @@ def test_hidden_room_is_shared_by_trees():
 
 
 def test_unspread_crowds_are_detected(monkeypatch):
-    monkeypatch.setattr(searching, "_SPREAD", (0.0,))
+    monkeypatch.setattr(searching, "_SPREAD", np.zeros(1))
     with pytest.raises(AssertionError):
         check_crowd()
 
