@@ -87,6 +87,11 @@ class Row(msgspec.Struct, frozen=True):
         return SamplingContext(self.sampling, self.history, self.num_prompt_tokens, path_ids)
 
     @property
+    def is_drafting(self) -> bool:
+        """Whether a tree may grow from the row's root."""
+        return self.is_decoding and not self.expansion.is_plain
+
+    @property
     def draw_kind(self) -> TreeKind:
         """How children are chosen: deterministic for a greedy row, with shared noise for a coupled one, else by the tree."""
         if self.sampling.is_greedy:

@@ -333,7 +333,7 @@ def merge_undrafted(draft_probs_RV: Tensor, target_probs_MV: Tensor) -> MergedPr
 
     Rules treat undrafted tokens alike, each in proportion to its probability, so the results are the same.
     """
-    is_known_V = (draft_probs_RV.amax(0)) > 0.0
+    is_known_V = draft_probs_RV.amax(0) > 0.0
     known_C = is_known_V.nonzero()[:, 0]
     column_V = (is_known_V.cumsum(0) - 1).tolist()
     drafted_RC = functional.pad(draft_probs_RV.index_select(1, known_C), (0, 1))

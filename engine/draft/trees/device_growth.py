@@ -81,12 +81,12 @@ class DeviceGrowth:
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         """Return whether the drafter's passes are recorded, and all trees of kinds that a device can grow."""
-        drafting = (row for row in rows if row.is_decoding and not row.expansion.is_plain)
+        drafting = (row for row in rows if row.is_drafting)
         return self._drafter.level_passes is not None and all(map(can_grow_on_device, drafting))
 
     def fits(self, rows: Sequence[Row], calibrations: Calibrations) -> bool:
         """Return whether a recorded pass is large enough for all trees."""
-        drafting = [row for row in rows if row.is_decoding and not row.expansion.is_plain]
+        drafting = [row for row in rows if row.is_drafting]
         passes = self._drafter.level_passes
         if passes is None or not drafting:
             return passes is not None

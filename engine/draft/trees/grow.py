@@ -130,7 +130,7 @@ class LevelGrower:
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         """Return whether no tree samples or edits, and the ranked distributions are few."""
-        drafting = [row for row in rows if row.is_decoding and not row.expansion.is_plain]
+        drafting = [row for row in rows if row.is_drafting]
         most_levels = max((row.expansion.max_depth for row in drafting), default=0)
         is_ranked = all(row.draw_kind in RANKED_KINDS and not row.sampling.edits_logits for row in drafting)
         return is_ranked and len(drafting) * most_levels <= _MOST_RANKED
@@ -165,7 +165,7 @@ class ModelAloneGrower:
         """Return whether the model can grow all trees of a step, and nothing is cached for their roots."""
         if not self.of_model.can_grow(rows):
             return False
-        drafting = (row for row in rows if row.is_decoding and not row.expansion.is_plain)
+        drafting = (row for row in rows if row.is_drafting)
         return all(self.texts.distribution_after(row, ()) is None for row in drafting)
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:

@@ -41,12 +41,12 @@ class NativeTreeGrower:
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         """Return whether the native library supports all trees of a step."""
-        return all(_is_supported(row) for row in rows if row.is_decoding and not row.expansion.is_plain)
+        return all(_is_supported(row) for row in rows if row.is_drafting)
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None = None) -> Growth:
         """Feed the drafter the missing tokens and grow every decoding row's tree."""
         del grammars  # a row with a grammar edits its logits
-        drafting = [row for row in rows if row.is_decoding and not row.expansion.is_plain]
+        drafting = [row for row in rows if row.is_drafting]
         native_rows = [_native_row(row, calibrations.of(row)) for row in drafting]
         texts = _TextPredictions(self.texts, self.vocab, drafting)
         rounds, num_rounds, passes = [0] * len(drafting), 0, ModelPasses()
