@@ -42,8 +42,6 @@ from server.settings import load_settings
 
 _LIMIT_S = 300.0
 _SERVE = "import sys; from server.cli.main import main; sys.exit(main())"
-_NUM_TOKENS = 64
-_SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": _NUM_TOKENS, "ignore_eos": True}
 _ENGINE, _ENGINES = "an engine of one thread", "engines of one thread"
 _REPLICA, _REPLICAS, _GATEWAY = "a replica", "replicas", "replicas behind smg"
 _numbers = itertools.count()
@@ -65,8 +63,9 @@ def main() -> None:
 
         engines = [stack.enter_context(_engine(args)) for _ in range(args.replicas)]
         replicas = [server(1) for _ in range(args.replicas)]
-        flags = ["--host", "127.0.0.1", "--prometheus-host", "127.0.0.1", "--policy", "cache_aware", "--prometheus-port"]
-        smg = [str(args.smg), "launch", *flags, str(free_port())]
+        flags = ["--host", "127.0.0.1", "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        balance = ["--policy", "cache_aware", "--balance-abs-threshold", "1", "--balance-rel-threshold", "1.1"]  # as in deploy/
+        smg = [str(args.smg), "launch", *flags, *balance]
         gateway = stack.enter_context(_running([*smg, "--worker-urls", *replicas], "--port", "/readiness", folder))
         many = server(args.replicas)
         contenders: dict[str, Callable[[], float]] = {
@@ -112,20 +111,24 @@ def _text(ratios: Sequence[float]) -> str:
 
 def _processor_s() -> dict[str, float]:
     """Return the processor seconds so far of this process and all that it started, by kind."""
+    ticks, names, children = {}, {}, defaultdict[int, list[int]](list)
+    for file in Path("/proc").glob("[0-9]*/stat"):  # lists of children in /proc can miss some
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            start, _, rest = file.read_text().rpartition(")")
+            pid, fields = int(file.parent.name), rest.split()
+            names[pid], ticks[pid] = start.partition("(")[2], sum(map(int, fields[11:13]))
+            children[int(fields[1])].append(pid)
     seconds, waiting = defaultdict[str, float](float), [os.getpid()]
     while waiting:
-        folder = Path(f"/proc/{waiting.pop()}")
-        try:
-            children = [
-                int(child) for thread in (folder / "task").iterdir() for child in (thread / "children").read_text().split()
-            ]
-            name, times = (folder / "comm").read_text().strip(), (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
-        except (FileNotFoundError, ProcessLookupError):  # it has ended
-            continue
-        waiting += map(int, children)
-        kind = {"latebranch-work": "engines", "smg::router": "smg"}.get(name, "front ends")
-        seconds["clients" if folder.name == str(os.getpid()) else kind] += sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+        pid = waiting.pop()
+        waiting += children[pid]
+        kind = {"latebranch-work": "engines", "smg::router": "smg"}.get(names[pid], "front ends")
+        seconds["clients" if pid == os.getpid() else kind] += ticks[pid] / os.sysconf("SC_CLK_TCK")
     return seconds
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    return {"temperature": 1.0, "top_p": 1.0, "max_tokens": args.max_tokens, "ignore_eos": True}
 
 
 def _prompt(number: int) -> str:
@@ -134,19 +137,20 @@ def _prompt(number: int) -> str:
 
 def _of_servers(urls: Sequence[str], args: argparse.Namespace) -> float:
     """Return the tokens a second that clients receive together, as many for each address."""
-    begin = time.monotonic()
 
     def client(url: str) -> int:
         num_tokens = 0
-        with httpx.Client(timeout=_LIMIT_S) as session:
-            while time.monotonic() < begin + args.seconds:
-                number = next(_numbers)
-                body = {"model": args.model, "prompt": _prompt(number), "seed": number, **_SAMPLING}
-                answer = session.post(url + "/v1/completions", json=body).raise_for_status()
-                num_tokens += int(answer.json()["usage"]["completion_tokens"])
+        while time.monotonic() < begin + args.seconds:
+            number = next(_numbers)
+            body = {"model": args.model, "prompt": _prompt(number), "seed": number, **_sampling(args)}
+            answer = session.post(url + "/v1/completions", json=body).raise_for_status()
+            num_tokens += int(answer.json()["usage"]["completion_tokens"])
         return num_tokens
 
-    with ThreadPoolExecutor(args.clients * len(urls)) as pool:
+    num_clients = args.clients * len(urls)
+    limits = httpx.Limits(max_connections=num_clients)
+    with httpx.Client(timeout=_LIMIT_S, limits=limits) as session, ThreadPoolExecutor(num_clients) as pool:
+        begin = time.monotonic()
         clients = [pool.submit(client, url) for url in urls for _ in range(args.clients)]
         return sum(one.result() for one in clients) / (time.monotonic() - begin)
 
@@ -163,7 +167,17 @@ def _of_engines(engines: "Sequence[subprocess.Popen[str]]", args: argparse.Names
 @contextlib.contextmanager
 def _engine(args: argparse.Namespace) -> "Iterator[subprocess.Popen[str]]":
     """Run an engine of one thread in a process of its own. Yield the process once it has loaded."""
-    flags = ["--engine", "--model", args.model, "--dtype", args.dtype, "--clients", str(args.clients)]
+    flags = [
+        "--engine",
+        "--model",
+        args.model,
+        "--dtype",
+        args.dtype,
+        "--clients",
+        str(args.clients),
+        "--max-tokens",
+        str(args.max_tokens),
+    ]
     command = [sys.executable, "-m", "benchmarks.replicas", *flags]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -192,7 +206,7 @@ def _run_engine(args: argparse.Namespace) -> None:
         def add() -> None:
             number = next(numbers)  # noqa: B023 - it is called in this round
             ids = tokenizer.encode(_prompt(number))
-            engine.add(Request(str(number), tuple(ids), SamplingParams(seed=number, **_SAMPLING)))
+            engine.add(Request(str(number), tuple(ids), SamplingParams(seed=number, **_sampling(args))))
 
         begin, num_tokens = time.monotonic(), 0
         for _ in range(args.clients):
@@ -232,6 +246,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--clients", type=int, default=8, help="of one replica")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--seconds", type=float, default=8.0, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)

@@ -33,6 +33,7 @@ for index in "${!urls[@]}"; do
   done
 done
 setsid "$smg" launch --host 127.0.0.1 --port "$port" --prometheus-host 127.0.0.1 --policy cache_aware \
+  --balance-abs-threshold 1 --balance-rel-threshold 1.1 \
   --health-check-endpoint /ready --health-check-interval-secs 5 --log-level warn --worker-urls "${urls[@]}" &
 gateway=$!
 echo "gateway: http://127.0.0.1:$port, replicas: ${urls[*]}"

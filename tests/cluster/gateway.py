@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.server import free_port
 
+BALANCE = ("--policy", "cache_aware", "--balance-abs-threshold", "1", "--balance-rel-threshold", "1.1")  # as in deploy/
 _START_LIMIT_S = 60.0
 _PROBE_S = 2  # seconds between health checks
 
@@ -40,7 +41,7 @@ def running_gateway(log: Path, workers: Sequence[str]) -> Iterator[str]:
         str(metrics_port),
     ]
     health = ["--health-check-endpoint", "/ready", "--health-check-interval-secs", str(_PROBE_S), "--load-monitor-interval", "1"]
-    command = [str(gateway_program()), "launch", *addresses, *health, "--policy", "cache_aware", "--worker-urls", *workers]
+    command = [str(gateway_program()), "launch", *addresses, *health, *BALANCE, "--worker-urls", *workers]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent)
     url = f"http://127.0.0.1:{port}"
