@@ -532,6 +532,7 @@ class Attention {
   // In lanes: a row is a token and a head, and the lane of a vector
 
   static constexpr int64_t kFewestRows = 24;
+  static constexpr int64_t kMostKeys = 64;                         // that are read at a time
   static constexpr int64_t kMostVectors = 3;                       // of rows that read a key or value together
   static constexpr int kKeysAtOnce = kNumRegisters == 32 ? 4 : 2;  // so that all sums are in registers
   static constexpr int kRowsAtOnce = 4;
@@ -546,8 +547,9 @@ class Attention {
                           (task.begin - task.segments.first_token[task.segment]) * width;
     counts_.clear();
     for (int64_t t = 0; t < task.tokens; t++, seen += width) {
-      const int64_t count = std::find(seen, seen + width, 0) - seen;
-      if (std::find(seen + count, seen + width, 1) != seen + width)
+      const void* hidden = std::memchr(seen, 0, width);
+      const int64_t count = hidden ? (const uint8_t*)hidden - seen : width;
+      if (std::memchr(seen + count, 1, width - count))
         return false;
       counts_.push_back(task.num_context + count);
     }
@@ -567,15 +569,15 @@ class Attention {
     int64_t num_common, num_keys;  // that all rows see, and that any row sees
   };
 
-  // Keys are processed 32 at a time, which are converted once for all rows.
+  // Keys are processed 64 at a time, which are converted once for all rows.
   template <typename Terms>
   void run_in_lanes(const Task<Terms>& task) {
     set_rows(task);
     const int64_t padded = padded_ = (task.size + kStride - 1) / kStride * kStride, num_rows = rows_.size();
     key_stride_ = task.num_terms + kLanes;
     grow(block_, key_stride_ * num_rows);
-    grow(values_, padded * kKeys);
-    grow(keys_, key_stride_ * kKeys);
+    grow(values_, padded * kMostKeys);
+    grow(keys_, key_stride_ * kMostKeys);
     grow(sums_, num_rows * padded);
     std::fill_n(sums_.begin(), num_rows * padded, 0.0f);
     totals_.assign(num_rows * kLanes, 0.0f);
@@ -585,14 +587,14 @@ class Attention {
       by_vectors(group, [&](auto v) { set_queries<v>(task, group); });
       most = std::max(most, group.num_keys);
     }
-    for (int64_t k = 0; k < most; k += kKeys) {
-      const int64_t count = std::min(kKeys, most - k);
-      for (int64_t i = k + kKeys; i < std::min(most, k + 2 * kKeys); i++) {
+    for (int64_t k = 0; k < most; k += kMostKeys) {
+      const int64_t count = std::min(kMostKeys, most - k);
+      for (int64_t i = k + kMostKeys; i < std::min(most, k + 2 * kMostKeys); i++) {
         task.keys.template fetch<_MM_HINT_T0>(i);
         task.values.template fetch<_MM_HINT_T0>(i);
       }
       keep_values<Terms>(task.values, k, count, padded);
-      for (int64_t i = 0; i < kKeys; i++)
+      for (int64_t i = 0; i < kMostKeys; i++)
         key_rows_[i] = key_terms(task, k + std::min(i, count - 1), i);
       for (const RowGroup& group : groups_)
         if (k < group.num_keys)
@@ -632,12 +634,12 @@ class Attention {
     }
   }
 
-  // Add 32 keys to the sums of a group. If a row's largest score becomes larger, its sums so far are multiplied by a
+  // Add up to 64 keys to the sums of a group. If a row's largest score becomes larger, its sums so far are multiplied by a
   // power of 2, which is exact.
   template <typename Terms, int V>
   void add_keys(const RowGroup& group, int64_t terms, int64_t k, int64_t count) {
     constexpr int64_t kRows = V * kLanes;
-    alignas(64) float scores[kKeys][kRows], weights[kKeys / Terms::kNumbers][kRows];
+    alignas(64) float scores[kMostKeys][kRows], weights[kMostKeys / Terms::kNumbers][kRows];
     const Row* rows = &rows_[group.first];
     float *totals = &totals_[group.first * kLanes], *sums = &sums_[group.first * padded_];
     for (int64_t j = 0; j < count; j += kKeysAtOnce)
@@ -652,8 +654,15 @@ class Attention {
       store(tops, largest);
       weigh<Terms, V>(scores[0] + v * kLanes, count, largest, totals + v * kLanes, weights[0] + v * kLanes);
     }
-    for (int64_t r = 0; r < group.num_rows; r += kRowsAtOnce)
-      gather_rows<Terms>(rows + r, k, count, weights[0] + r, kRows, sums + r * padded_);
+    if (k + count <= group.num_common) {
+      for (int64_t r = 0; r < kRows; r += kRowsAtOnce)
+        for (int64_t d = 0; d < padded_; d += kStride)
+          gather_terms<Terms, kRowsAtOnce>(values_.data() + d, padded_, (count + Terms::kNumbers - 1) / Terms::kNumbers,
+                                           false, weights[0] + r, kRows, sums + r * padded_ + d);
+    } else {
+      for (int64_t r = 0; r < group.num_rows; r += kRowsAtOnce)
+        gather_rows<Terms>(rows + r, k, count, weights[0] + r, kRows, sums + r * padded_);
+    }
   }
 
   template <int V>
@@ -733,7 +742,9 @@ class Attention {
   __attribute__((noinline)) static void weigh(const float* scores, int64_t count, const Floats top, float* totals,
                                               float* weights) {
     constexpr int64_t kNumbers = Terms::kNumbers, kRows = V * kLanes;
-    if (count == kKeys) {
+    int64_t k = 0;
+    for (; k + 2 * kLanes <= count; k += 2 * kLanes, scores += 2 * kLanes * kRows) {
+      float* to = weights + k / kNumbers * kRows;
       for (int64_t i = 0; i < kLanes; i += kNumbers) {
         Floats low[kNumbers], high[kNumbers];
         LATEBRANCH_UNROLLED_FOR (int j = 0; j < kNumbers; j++) {
@@ -741,12 +752,12 @@ class Attention {
           high[j] = weights_of<Terms>(load(scores + (i + j + kLanes) * kRows), top);
           store(totals + (i + j) * kRows, load(totals + (i + j) * kRows) + low[j] + high[j]);
         }
-        store(weights + i / kNumbers * kRows, Terms::joined(low[0], low[kNumbers - 1]));
-        store(weights + (i + kLanes) / kNumbers * kRows, Terms::joined(high[0], high[kNumbers - 1]));
+        store(to + i / kNumbers * kRows, Terms::joined(low[0], low[kNumbers - 1]));
+        store(to + (i + kLanes) / kNumbers * kRows, Terms::joined(high[0], high[kNumbers - 1]));
       }
-      return;
     }
-    for (int64_t i = 0; i < count; i += kNumbers) {
+    scores -= k * kRows;
+    for (int64_t i = k; i < count; i += kNumbers) {
       Floats some[2] = {spread(0.0f), spread(0.0f)};
       for (int64_t j = i; j < std::min(count, i + kNumbers); j++) {
         float* total = totals + j % kLanes * kRows;
@@ -846,7 +857,7 @@ class Attention {
 
   int64_t width_ = 0;                    // of a query's scores
   int64_t padded_ = 0, key_stride_ = 0;  // numbers of a kept value, and of a kept key
-  const float* key_rows_[kKeys] = {};
+  const float* key_rows_[kMostKeys] = {};
   std::vector<float> scores_, block_, keys_, values_, query_terms_, shares_, sums_, totals_, tops_;
   std::vector<Row> rows_;
   std::vector<RowGroup> groups_;

@@ -8,7 +8,7 @@ namespace latebranch {
 
 // Registers of columns in a pass over a block: one, so that sums of groups stay in registers. So even one row makes
 // eight passes over a stretch, while the next stretch is read from memory.
-constexpr int kCompactColumns = 1;
+constexpr int compact_columns(int) { return 1; }
 
 inline __m256i four_of(const int8_t* from) {
   int32_t four;
@@ -85,7 +85,7 @@ inline void tile_compact(const CompactRows& in, int64_t num_groups, int64_t t, c
                          Stretch& stretch, float* y) {
   constexpr int kParts = Bits == 6 ? 2 : 1, kLines = lines_of(Bits), kColumns = kBlock / kRegister;
   constexpr int kShare = (kLines + kColumns - 1) / kColumns;  // lines of a record that each column fetches
-  static_assert(kCompactColumns == 1);
+  static_assert(compact_columns(R) == 1);
   const InputGroup* x = in.groups.data() + in.place(t, stretch.begin, num_groups);
   Register sums[R];
   LATEBRANCH_UNROLLED_FOR (int r = 0; r < R; r++)

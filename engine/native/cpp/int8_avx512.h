@@ -22,7 +22,7 @@ constexpr int int8_columns(int rows) { return rows <= 3 ? 4 : 2; }
 
 // Rows of the next pass over a block: even shares of the rows that are left. With five a compact layer's products of a
 // group stay in registers.
-inline int next_rows(const Linear& l, int left) { return even_share(left, l.is_compact() ? 5 : kVectorRows); }
+inline int next_rows(const Linear& l, int left) { return even_share(left, kVectorRows); }
 
 // The number of rows to compute for a part of `rows` rows that reads its weights from memory. Seven rows of bfloat16
 // may take longer than eight, so one unused row is added.

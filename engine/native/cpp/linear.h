@@ -232,7 +232,7 @@ inline int num_passes(const Linear& l, int rows) {
   constexpr int kColumns = kBlock / kRegister;
   const auto columns = [&](int some) {
     if (l.is_compact())
-      return kCompactColumns;
+      return compact_columns(some);
     return l.format == kFloat32    ? float32_columns(some)
            : l.format == kBFloat16 ? bfloat16_columns(some)
                                    : int8_columns(some);
