@@ -39,7 +39,7 @@ from engine.teacher_forcing import TeacherForcing
 from engine.trace.stats import CommittedRecord, RowOutcome, StepRecord, Stopwatch, stats_of
 from engine.trace.tracer import traced_rows, with_traces
 from engine.trace.tree_probs import traced_probs
-from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of, node_draws
+from engine.verify.dispatch import NOT_FINITE, Judge, PassWalks, logprobs_of, node_draws, pass_walks
 from engine.verify.forest import Forest
 from engine.verify.prompt_logprobs import (
     NO_PROMPT_LOGPROBS,
@@ -66,11 +66,12 @@ class StepOutput:
 
 
 class _TargetPass(NamedTuple):
-    """The output of the target's pass: logits of all its places, of the trees' nodes only, and the scores of prompts."""
+    """The output of the target's pass: logits of all its places, of the trees' nodes only, the scores of prompts, and paths."""
 
     all_NV: Float[Tensor, "N V"]
     nodes_NV: Float[Tensor, "N V"]
     prompts: PromptLogprobs
+    walks: PassWalks | None
 
 
 class Engine:
@@ -258,18 +259,20 @@ class Engine:
         scored = scored_prompt_tokens(plan, forest.trees)
         places = [place for one in scored for place in one.sources]
         draws = node_draws(plan.decoding, forest.trees) if self._target.chooses else NO_DRAWS
-        all_NV = self._target.forward(plan, forest.trees, places, draws)
+        walks = pass_walks(plan.decoding, forest) if self._target.walks else None
+        all_NV = self._target.forward(plan, forest.trees, places, draws, walks and walks.walks)
         for observer in self._observers:
             observer.after_forward(plan, forest.trees)
         if not scored:
-            return _TargetPass(all_NV, all_NV, NO_PROMPT_LOGPROBS)
+            return _TargetPass(all_NV, all_NV, NO_PROMPT_LOGPROBS, walks)
         nodes_NV, scored_SV = all_NV.tensor_split([forest.num_nodes])
-        return _TargetPass(all_NV, nodes_NV, score_prompt_tokens(scored, scored_SV))
+        return _TargetPass(all_NV, nodes_NV, score_prompt_tokens(scored, scored_SV), walks)
 
     def _verify(self, plan: StepPlan, forest: Forest, passed: _TargetPass) -> list[Verdict | VerificationFailure]:
         """Verify the tree of each decoding row. A row whose prompt has non-finite logits fails."""
         best = self._target.likeliest(passed.all_NV, forest.num_nodes)
-        verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best)
+        walks = None if best is None else passed.walks  # of other logits than the pass's nothing is known
+        verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best, walks)
         broken = passed.prompts.failed
         return [NOT_FINITE if row.request_id in broken else one for row, one in zip(plan.decoding, verdicts)]
 

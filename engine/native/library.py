@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 SILU, GELU_TANH = 0, 1  # activations
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")  # of a decoder layer
 NUM_SCORES = 64  # best tokens of a node whose probabilities are compared: the others weigh nothing (ranked_tree.h)
-LAYOUT = 6  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
+LAYOUT = 7  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
 NUM_SHARES = 9  # intervals of probabilities: their edges are engine.draft.trees.calibration's (kShareEdges)
 
 
@@ -91,6 +91,18 @@ class AdaptedLayer(Structure):
     _fields_ = tuple((name, LowRankStructure) for name in LINEARS)
 
 
+class Walked(Structure):
+    """Trees to walk down, and the results."""
+
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in (
+            *("firsts", "rows", "parents", "tokens", "inverse_temperatures", "truncations", "keys"),
+            *("path", "lengths", "extras"),
+        )
+    )
+
+
 class Pass(Structure):
     """Packed tokens, segment after segment, and the addresses of all their arrays."""
 
@@ -109,6 +121,8 @@ class Pass(Structure):
         ("is_cached_in_half", c_int64),
         ("adapters", c_void_p),
         ("most_rank", c_int64),
+        ("walked", POINTER(Walked)),
+        ("num_trees", c_int64),
     )
 
 
@@ -152,18 +166,6 @@ class Predictions(Structure):
         *((name, c_void_p) for name in ("firsts", "columns", "odds", "chances", "is_sure", "unknown")),
         ("num_unknown", c_int64),
         ("is_rather_cached", c_void_p),
-    )
-
-
-class Walked(Structure):
-    """Trees to walk down, and the results."""
-
-    _fields_ = tuple(
-        (name, c_void_p)
-        for name in (
-            *("firsts", "rows", "parents", "tokens", "inverse_temperatures", "truncations", "keys"),
-            *("path", "lengths", "extras"),
-        )
     )
 
 

@@ -45,7 +45,6 @@ void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads
   ScratchLease scratch;
   Run run(*decoder, *pass, *scratch, num_threads);
   Pool::shared().run(num_threads, [&](Worker& worker) { run.work(worker); });
-  run.finish();
 }
 
 // y [T, out] = layer(x [T, in])
@@ -116,8 +115,9 @@ void latebranch_probs(const float* logits, int64_t vocab_size, const int64_t* ro
 void latebranch_choose(const float* probs, int64_t vocab_size, const int64_t* rows, const uint64_t* keys, int64_t count,
                        double* scores, int64_t* chosen, int num_threads) {
   Pool::shared().run(threads_for(count, num_threads), [&](Worker& worker) {
-    worker.each(count,
-                [&](int64_t i) { choose(probs + rows[i] * vocab_size, vocab_size, keys[i], scores + i, chosen + i); });
+    worker.each(count, [&](int64_t i) {
+      choose(probs + rows[i] * vocab_size, vocab_size, 1.0f, keys[i], scores + i, chosen + i);
+    });
   });
 }
 
