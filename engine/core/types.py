@@ -268,6 +268,8 @@ STAGES = ("draft", "verify", "judge", "policy", "host")  # of a step; StepStats 
 class StepStats(msgspec.Struct, frozen=True):
     """Statistics of one engine step. Counts are of this step, gauges describe the state after it.
 
+    `num_steps` of plain decoding ran in a row: counts, seconds and tokens are of all of them, `num_decoding_rows` of one.
+
     `running_adapters` and `waiting_adapters` are the LoRA adapters of requests in either state. `num_prompt_tokens` were fed
     for the first time. `num_prefix_queries` prompt tokens were looked up in the prefix cache; `num_prefix_hits` of them were
     found and not fed. Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` distributions and
@@ -287,6 +289,7 @@ class StepStats(msgspec.Struct, frozen=True):
     num_waiting: int
     num_used_slots: int
     num_slots: int
+    num_steps: int = 1
     num_prompt_tokens: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0

@@ -67,6 +67,11 @@ class Target:
         return self.model.native is not None and not isinstance(self._passes, RecordedPasses)
 
     @property
+    def runs_steps(self) -> bool:
+        """Whether the steps of Walks can follow a pass: each pass would have to be observed."""
+        return self.walks and not self._observers and self.model.native is not None and not self.model.native.is_watched
+
+    @property
     def chooses(self) -> bool:
         """Whether passes choose tokens themselves, if they are given the draws."""
         return isinstance(self._passes, RecordedPasses) and self._passes.chooses

@@ -115,6 +115,11 @@ class NativeDecoder:
         self._watchers.append(watcher)
         return lambda: self._watchers.remove(watcher)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether passes are reported."""
+        return bool(self._watchers)
+
     def keep_features(self, cache: KVCache, features: Features) -> None:
         """Store the inputs of these features, each token's in its slot, in later passes over a cache."""
         assert cache not in self._features, "a second head for one cache"
@@ -128,7 +133,8 @@ class NativeDecoder:
         The trees of `walks` are followed.
         """
         wanted = {index for watcher in self._watchers for index in watcher.indices}
-        rotations, features = [one.below(batch.end) for one in self._rotations], self._features.get(cache)
+        end = batch.end if walks is None or walks.steps is None else batch.end + walks.steps.most - 1
+        rotations, features = [one.below(end) for one in self._rotations], self._features.get(cache)
         adapted = None if self.adapters is None else self.adapters.rows_of(batch)
         output = self._runner.run(batch, cache, rotations, logit_rows_N, wanted, features=features, adapted=adapted, walks=walks)
         for watcher in self._watchers:

@@ -91,7 +91,7 @@ class Runner:
 
         A target's pass stores the inputs of `features`. A draft head reads `slot_states`, or computes `features` from their
         slots. It writes its states of the chosen tokens to their slots. `adapted` is NativeAdapters.rows_of. The pass follows the
-        trees of `walks`.
+        trees of `walks`, and goes on with their steps; the output is the last step's.
         """
         shape, num_rows = self.structure, len(rows_N)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
@@ -109,7 +109,12 @@ class Runner:
             pass_.adapters, pass_.most_rank = library.address(adapted[0]), adapted[1]
         if walks is not None:
             pass_.walked, pass_.num_trees = ctypes.pointer(walks.structure), walks.num_trees
-        library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
+        by = ctypes.byref(shape), ctypes.byref(pass_)
+        if walks is None or walks.steps is None:
+            library.library().latebranch_decode(*by, library.num_threads())
+        else:
+            steps = walks.steps
+            steps.num_complete = library.library().latebranch_steps(*by, ctypes.byref(steps.structure), library.num_threads())
         cache.check_read(batch.flat.key_slots)
         return Output(logits_NM, head_inputs_ND, after, list(zip(largest_N, likeliest_N, strict=True)))
 

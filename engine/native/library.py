@@ -1,4 +1,4 @@
-"""Finds the compiled library and declares its functions and structures (linear.h, low_rank.h, pass.h, growth.h and walk.h)."""
+"""Finds the compiled library and declares its functions and structures (the headers in cpp/)."""
 
 import ctypes
 import hashlib
@@ -103,6 +103,12 @@ class Walked(Structure):
     )
 
 
+class StepsStructure(Structure):
+    """Steps of plain decoding in a row (steps.h), and the tokens that they choose."""
+
+    _fields_ = (("most", c_int64), *((name, c_void_p) for name in ("slots", "seeds", "first_stop", "stop_token_ids", "tokens")))
+
+
 class Pass(Structure):
     """Packed tokens, segment after segment, and the addresses of all their arrays."""
 
@@ -172,12 +178,13 @@ class Predictions(Structure):
 # In the order in which the library reports their sizes.
 _MIRRORED: tuple[type[Structure], ...] = (
     *(Linear, Layer, Decoder, Pass, RankedRowStructure, Predictions, Walked, FeaturesStructure, FedRowStructure, Fed),
-    *(LowRankStructure, AdaptedLayer),
+    *(LowRankStructure, AdaptedLayer, StepsStructure),
 )
 
 # Arguments and result of each function.
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "latebranch_decode": ([POINTER(Decoder), POINTER(Pass), c_int], None),
+    "latebranch_steps": ([POINTER(Decoder), POINTER(Pass), POINTER(StepsStructure), c_int], c_int64),
     "latebranch_linear": ([POINTER(Linear), c_void_p, c_int64, c_void_p, c_int], None),
     "latebranch_keep": ([POINTER(FeaturesStructure), POINTER(c_void_p), c_int64, c_void_p, c_int64], None),
     "latebranch_fuse": ([POINTER(FeaturesStructure), c_void_p, c_int64, c_void_p, c_int], None),

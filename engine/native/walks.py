@@ -27,11 +27,37 @@ class WalkedPath(NamedTuple):
     extra_id: int
 
 
+class Steps:
+    """Steps of plain decoding in a row: each row's chosen token is fed in the next step. Owns the memory behind `structure`.
+
+    The first step feeds each row's root. `slots` are for the `most` - 1 tokens after it. No step follows one in which a row has
+    one of its stop tokens. `num_complete` is the number of steps in which every row has a token, once the library has run them.
+    """
+
+    def __init__(
+        self, most: int, slots: Sequence[Sequence[int]], seeds: Sequence[int], stop_ids: Sequence[Sequence[int]]
+    ) -> None:
+        self.most, self.num_rows, self.num_complete = most, len(seeds), 0
+        slots_B = array("q", chain.from_iterable(slots))
+        assert len(slots_B) == self.num_rows * (most - 1)
+        seeds_B = array("Q", [seed & (1 << 64) - 1 for seed in seeds])
+        firsts = array("q", accumulate(map(len, stop_ids), initial=0))
+        stops = array("q", chain.from_iterable(stop_ids))
+        self._tokens = library.empty_array("q", most * self.num_rows)
+        self._memory = slots_B, seeds_B, firsts, stops
+        addresses = map(library.address_of, (*self._memory, self._tokens))
+        self.structure = library.StepsStructure(most, *addresses)
+
+    def tokens(self) -> list[tuple[int, ...]]:
+        """Return each row's tokens of the complete steps."""
+        return [tuple(self._tokens[row : self.num_complete * self.num_rows : self.num_rows]) for row in range(self.num_rows)]
+
+
 class Walks:
     """Trees to follow, each with one temperature (0: the likeliest tokens), one truncation, and one noise key per depth.
 
     `rows` has the row of logits of each node, tree after tree. Owns the memory behind `structure`, and the paths once the library
-    has written them.
+    has written them. With `steps` all trees are roots, and the pass is the first of several.
     """
 
     def __init__(
@@ -41,7 +67,9 @@ class Walks:
         temperatures: Sequence[float],
         keys: Sequence[Sequence[int]],
         truncations: Sequence[KeptTokens] | None = None,
+        steps: Steps | None = None,
     ) -> None:
+        self.steps = steps
         self.num_trees = num_trees = len(trees)
         self._firsts = firsts = [*accumulate((tree.num_nodes for tree in trees), initial=0)]
         num_nodes = firsts[-1]

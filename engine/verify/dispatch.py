@@ -19,7 +19,7 @@ from engine.core.step_plan import Row, SamplingContext
 from engine.core.tree import TokenTree
 from engine.core.types import ErrorCode, TokenLogprobs
 from engine.native import distributions as native
-from engine.native.walks import Walks
+from engine.native.walks import Steps, Walks
 from engine.sampling import device_choice
 from engine.sampling.argmax import RowArgMax, argmax_rows
 from engine.sampling.device_choice import NodeChoice, NodeDraws
@@ -222,19 +222,38 @@ class PassWalks:
     indices: tuple[int, ...]  # of their rows
     walks: Walks
 
+    @property
+    def num_steps(self) -> int:
+        """Complete steps in a row, of those that were to be run; 0 if none were."""
+        return self.walks.steps.num_complete if self.walks.steps else 0
+
     def verdicts(self, rows: Sequence[Row]) -> list[Verdict | None]:
         """Return the verdict of each row that the pass has reached. Other rows, and invalid trees, have none."""
         found: list[Verdict | None] = [None] * len(rows)
         for index, walked in zip(self.indices, self.walks.paths(), strict=True):
             if walked is not None:
-                row, path = rows[index], walked.path
-                is_coupled = row.verifier == Coupled.name and not row.sampling.is_greedy
-                found[index] = Verdict(path, walked.extra_id, None if is_coupled else float(len(path)))
+                found[index] = _verdict_of(rows[index], walked.path, walked.extra_id)
         return found
 
+    def chains(self, rows: Sequence[Row], roots: Forest) -> tuple[Forest, list[Verdict | VerificationFailure]]:
+        """Return steps in a row as chains of the tokens that they chose, and the verdicts that accept them."""
+        assert self.walks.steps is not None
+        tokens, path = self.walks.steps.tokens(), tuple(range(self.num_steps))
+        trees = tuple(TokenTree.chain((*row.certain_ids, *ids[:-1])) for row, ids in zip(rows, tokens, strict=True))
+        verdicts = [_verdict_of(row, path, ids[-1]) for row, ids in zip(rows, tokens, strict=True)]
+        return Forest(trees, roots.draft_probs_RV, ((None,) * len(path),) * len(trees)), [*verdicts]
 
-def pass_walks(rows: Sequence[Row], forest: Forest) -> PassWalks:
-    """Return the trees that a pass of the native library can follow; its logits are those of the forest's nodes."""
+
+def _verdict_of(row: Row, path: tuple[int, ...], extra_id: int) -> Verdict:
+    is_coupled = row.verifier == Coupled.name and not row.sampling.is_greedy
+    return Verdict(path, extra_id, None if is_coupled else float(len(path)))
+
+
+def pass_walks(rows: Sequence[Row], forest: Forest, num_steps: int = 1) -> PassWalks:
+    """Return the trees that a pass of the native library can follow; its logits are those of the forest's nodes.
+
+    With more than one step the trees are roots, and the library can follow all of them.
+    """
     rules = [_rule(row, tree, _NATIVE_COUPLED) for row, tree in zip(rows, forest.trees, strict=True)]
     indices = [
         index
@@ -248,8 +267,14 @@ def pass_walks(rows: Sequence[Row], forest: Forest) -> PassWalks:
         [0.0 if row.sampling.is_greedy else max(row.sampling.temperature, MIN_TEMPERATURE) for row in chosen],
         [() if row.sampling.is_greedy else depth_keys(tree, row.key) for tree, row in zip(trees, chosen, strict=True)],
         [truncation(row.sampling) for row in chosen],
+        None if num_steps == 1 else _steps(rows, num_steps),
     )
     return PassWalks(tuple(indices), walks)
+
+
+def _steps(rows: Sequence[Row], num_steps: int) -> Steps:
+    slots = [row.slots[row.end : row.end + num_steps - 1] for row in rows]
+    return Steps(num_steps, slots, [row.seed for row in rows], [row.sampling.stop_token_ids for row in rows])
 
 
 def _with_own_expectation(verdict: Verdict, row: Row) -> Verdict:

@@ -7,6 +7,7 @@
 #include "noise.h"
 #include "pass.h"
 #include "ranking.h"
+#include "steps.h"
 #include "team.h"
 #include "truncation.h"
 #include "walk.h"
@@ -36,15 +37,19 @@ void latebranch_sizes(int64_t* sizes) {
   sizes[9] = sizeof(Fed);
   sizes[10] = sizeof(LowRank);
   sizes[11] = sizeof(AdaptedLayer);
-  sizes[12] = kScores;
-  sizes[13] = kShares;
-  sizes[14] = kLayout;
+  sizes[12] = sizeof(Steps);
+  sizes[13] = kScores;
+  sizes[14] = kShares;
+  sizes[15] = kLayout;
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
-  ScratchLease scratch;
-  Run run(*decoder, *pass, *scratch, num_threads);
-  Pool::shared().run(num_threads, [&](Worker& worker) { run.work(worker); });
+  decode(*decoder, *pass, num_threads);
+}
+
+// Steps of plain decoding in a row (steps.h). Return the number of complete steps.
+int64_t latebranch_steps(const Decoder* decoder, const Pass* pass, const Steps* steps, int num_threads) {
+  return StepRun(*decoder, *pass, *steps, num_threads).run();
 }
 
 // y [T, out] = layer(x [T, in])

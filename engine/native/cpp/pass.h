@@ -685,4 +685,10 @@ class ScratchLease {
   std::unique_ptr<Scratch> scratch_;
 };
 
+inline void decode(const Decoder& decoder, const Pass& pass, int num_threads) {
+  ScratchLease scratch;
+  Run run(decoder, pass, *scratch, num_threads);
+  Pool::shared().run(num_threads, [&](Worker& worker) { run.work(worker); });
+}
+
 }  // namespace latebranch
