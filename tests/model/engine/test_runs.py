@@ -1,7 +1,9 @@
 """Several steps of plain decoding in a row: the texts, ends, events and accounts of single steps."""
 
+import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,15 +11,21 @@ from engine.core.config import SchedulerConfig
 from engine.core.policy import PlainDecoding
 from engine.core.types import ErrorCode, FinishReason, Progress, Request, SamplingParams, Speculation
 from engine.engine import Engine
+from engine.model.causal_lm import adopt
+from engine.model.linear_backends import NATIVE
 from engine.native.walks import Steps
 from engine.scheduler.run_pacing import RunPacing
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.slot_allocator import IntegrityError
-from engine.testing import tiny_engine
+from engine.testing import tiny_engine, tiny_module
 from engine.verify import dispatch
+from engine.worker.inprocess import InProcessEngine
+from tests.api.harness import MODEL, in_process
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.mixed import PROMPTS, mixed_requests
 from tests.model.native_models import native, needs_library
+from tests.model.passes import CPU
+from tests.tokenizers_for_tests import byte_level
 
 pytestmark = needs_library
 ROOMY = SchedulerConfig(num_slots=2048, max_model_len=256)
@@ -220,3 +228,33 @@ def test_prefixes_of_runs_are_cached(monkeypatch):
         found.append((text, session.texts(), session.outcomes["second"].events[0].num_cached_tokens))
     assert found[0] == found[1]
     assert found[0][2] >= len(PROMPTS[1]) + 20
+
+
+async def answers(most_steps: int, monkeypatch, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what a server answers to completions, all asked at the same time."""
+    tokenizer = byte_level()
+    monkeypatch.setattr(RunPacing, "most_steps", lambda *_: most_steps)
+    model = adopt(tiny_module("qwen2", vocab_size=len(tokenizer)), CPU, NATIVE, "float32")
+    engine = InProcessEngine(lambda: tiny_engine(model, None, PlainDecoding(), config=ROOMY), ROOMY)
+    async with in_process(engine, tokenizer=tokenizer) as client:
+        asked = [client.post("/v1/completions", json={"model": MODEL, "prompt": "hello", **body}) for body in bodies]
+        found = [answer.json() for answer in await asyncio.gather(*asked)]
+        scraped = (await client.get("/metrics")).text
+    assert "latebranch_step_tokens_count" in scraped
+    per_step = {line.split("{")[0]: float(line.split()[-1]) for line in scraped.splitlines() if "latebranch_step_tokens_" in line}
+    assert per_step["latebranch_step_tokens_sum"] == per_step["latebranch_step_tokens_count"], "a token a step"
+    return [{"choices": one["choices"], "usage": one["usage"]} for one in found]
+
+
+async def test_served_stop_strings_end_texts_alike(monkeypatch):
+    """A stop string inside a run: text and usage end with it, in any place of the run. Neighbours: limits, several choices."""
+    plain = await answers(1, monkeypatch, [{"max_tokens": 40, "seed": seed, "temperature": 0.9} for seed in range(3)])
+    bodies: list[dict[str, Any]] = []
+    for seed, one in enumerate(plain):
+        text = one["choices"][0]["text"]
+        ends = {text[place : place + 2] for place in range(3, len(text) - 2, 4)}
+        bodies += [{"max_tokens": 40, "seed": seed, "temperature": 0.9, "stop": end} for end in sorted(ends)]
+    bodies += [{"max_tokens": 13, "temperature": 0}, {"max_tokens": 9, "seed": 4, "n": 3}, {"max_tokens": 1, "seed": 4}]
+    expected = await answers(1, monkeypatch, bodies)
+    assert await answers(7, monkeypatch, bodies) == expected
+    assert {one["choices"][0]["finish_reason"] for one in expected} == {"stop", "length"}
