@@ -181,7 +181,7 @@ class Engine:
             observer.before_step(plan)
         growth = self._grow(plan)  # 2. Grow a tree for each decoding row.
         watch.lap("draft")
-        passed = self._forward(plan, growth.forest)  # 3. Run one tree-masked pass of the target over all rows, or several.
+        passed = self._forward(plan, growth.forest)  # 3. Run one tree-masked pass of the target over all rows.
         watch.lap("forward")
         verdicts = self._verify(plan, growth.forest, passed)  # 4. Verify each tree.
         if passed.run is not None:
@@ -365,6 +365,7 @@ class Engine:
             num_accepted_tokens=emission.num_accepted,
             num_predicted_tokens=outcome.sources.count(DraftSource.PREDICTION),
             predicted_places=_predicted_places(outcome),
+            num_steps=outcome.num_steps,
         )
 
 

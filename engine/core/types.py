@@ -212,7 +212,7 @@ class TokenLogprobs:
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The output of one step for one request.
+    """The output of one step for one request, or of `num_steps` of plain decoding in a row.
 
     `token_ids` are the new tokens, already cut at stop tokens and limits. A stop token can only be the last and is not text;
     `stop_token_id` names it. `logprobs` has an entry for each token or is empty. Exactly one event of a request carries
@@ -242,6 +242,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     predicted_places: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     trace: RowTrace | None = None
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +323,11 @@ class StepStats(msgspec.Struct, frozen=True):
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
     audit: AuditStats | None = None
+
+    @property
+    def num_row_steps(self) -> int:
+        """Steps of decoding rows: those of several steps in a row count each."""
+        return self.num_steps * self.num_decoding_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from engine.core.row_trace import TracedRow
 from engine.core.step_observer import StepObserver
 from engine.core.types import StepStats
 
-LONGEST_RUN_S = 0.025  # for which a new request, an abort and the streams wait
+LONGEST_RUN_S = 0.028  # for which a new request, an abort and the streams wait
 _MEMORY = 0.8  # decay of the average step
 
 
@@ -24,6 +24,6 @@ class RunPacing(StepObserver):
     def after_step(self, stats: StepStats, _: Sequence[TracedRow]) -> None:
         """Measure a step that decodes plainly."""
         num_rows = stats.num_decoding_rows
-        if num_rows and not stats.num_drafts and stats.num_target_tokens == stats.num_steps * num_rows:
+        if num_rows and not stats.num_drafts and stats.num_target_tokens == stats.num_row_steps:
             step_s = stats.step_s / stats.num_steps
             self._step_s[num_rows] = _MEMORY * self._step_s.get(num_rows, step_s) + (1.0 - _MEMORY) * step_s

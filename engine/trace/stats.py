@@ -54,6 +54,11 @@ class RowOutcome(msgspec.Struct, frozen=True):
     emission: Emission | None
 
     @property
+    def num_steps(self) -> int:
+        """Steps in a row that a row without drafts took."""
+        return len(self.verdict.path) if isinstance(self.verdict, Verdict) and not self.row.is_drafting else 1
+
+    @property
     def num_drafted(self) -> int:
         """Drafted tokens: none of those that several steps in a row chose."""
         return self.tree.num_nodes - 1 if self.row.is_drafting else 0

@@ -103,7 +103,7 @@ class SpeedupOverPlain:
         So are steps of requests that disable drafting: the policy does not choose for them.
         """
         num_rows = stats.num_decoding_rows
-        feeds_prompt = stats.num_target_tokens != stats.num_steps * num_rows + stats.num_draft_tokens
+        feeds_prompt = stats.num_target_tokens != stats.num_row_steps + stats.num_draft_tokens
         if not num_rows or feeds_prompt or stats.num_undraftable_rows or stats.step_s <= 0.0:
             return
         block = self._blocks.setdefault(num_rows, _Block())

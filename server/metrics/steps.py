@@ -190,7 +190,7 @@ class StepMetrics:
             self._accepted_by_source(source).inc(count)
         for position, count in enumerate(stats.accepted_per_depth):
             self._accepted_per_position(str(position)).inc(count)
-        self._row_steps.inc(stats.num_steps * stats.num_decoding_rows)
+        self._row_steps.inc(stats.num_row_steps)
         self._target_tokens.inc(stats.num_target_tokens)
         self._read_bytes.inc(stats.num_read_bytes)
         self._operations.inc(stats.num_operations)

@@ -150,7 +150,7 @@ def test_accounts_count_steps_not_drafts(monkeypatch):
     totals = [
         {
             "tokens": sum(one.num_generated_tokens for one in session.stats),
-            "row steps": sum(one.num_steps * one.num_decoding_rows for one in session.stats if not one.num_prompt_tokens),
+            "row steps": sum(one.num_row_steps for one in session.stats if not one.num_prompt_tokens),
             "target's": sum(one.num_target_tokens for one in session.stats),
             "steps": sum(one.num_steps for one in session.stats),
         }
@@ -161,7 +161,8 @@ def test_accounts_count_steps_not_drafts(monkeypatch):
     assert not any(one.num_drafts or one.num_draft_tokens or one.num_accepted_tokens for one in runs.stats)
     events = [event for one in runs.outcomes.values() for event in one.events]
     assert not any(event.num_draft_tokens or event.num_accepted_tokens for event in events)
-    assert max(len(event.token_ids) for event in events) == 6
+    assert all(event.num_steps == len(event.token_ids) for event in events if event.token_ids)
+    assert max(event.num_steps for event in events) == 6
 
 
 def test_work_after_stop_is_detected(monkeypatch):
@@ -231,14 +232,14 @@ def test_prefixes_of_runs_are_cached(monkeypatch):
 
 
 async def answers(most_steps: int, monkeypatch, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what a server answers to completions, all asked at the same time."""
+    """Return what a server answers to completions, all sent at the same time."""
     tokenizer = byte_level()
     monkeypatch.setattr(RunPacing, "most_steps", lambda *_: most_steps)
     model = adopt(tiny_module("qwen2", vocab_size=len(tokenizer)), CPU, NATIVE, "float32")
     engine = InProcessEngine(lambda: tiny_engine(model, None, PlainDecoding(), config=ROOMY), ROOMY)
     async with in_process(engine, tokenizer=tokenizer) as client:
-        asked = [client.post("/v1/completions", json={"model": MODEL, "prompt": "hello", **body}) for body in bodies]
-        found = [answer.json() for answer in await asyncio.gather(*asked)]
+        sent = [client.post("/v1/completions", json={"model": MODEL, "prompt": "hello", **body}) for body in bodies]
+        found = [answer.json() for answer in await asyncio.gather(*sent)]
         scraped = (await client.get("/metrics")).text
     assert "latebranch_step_tokens_count" in scraped
     per_step = {line.split("{")[0]: float(line.split()[-1]) for line in scraped.splitlines() if "latebranch_step_tokens_" in line}

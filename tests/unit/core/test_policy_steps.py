@@ -69,7 +69,7 @@ def test_plain_steps_run_without_the_policy():
 
 @pytest.mark.parametrize(("most_steps", "chose"), [(3, [True, False, False]), (5, [True, False]), (8, [True]), (100, [True])])
 def test_steps_in_a_row_count_as_many(most_steps, chose):
-    """A run is no longer than the steps for which the policy is not asked, and the account of probes gets all its steps."""
+    """A run is no longer than the steps that do not need the policy, and the account of probes gets all its steps."""
     counts = Counts(replace(PLAINLY, num_steps=24))
     assert ran(PolicySteps(CachedChoice(counts)), [7] * len(chose * 5), most_steps=most_steps) == chose * 5
     assert counts.num_choices == 2, "a choice is for 24 steps: the fourth eight begin with the second"
