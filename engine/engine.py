@@ -273,7 +273,7 @@ class Engine:
         places = [place for one in scored for place in one.sources]
         draws = node_draws(plan.decoding, forest.trees) if self._target.chooses else NO_DRAWS
         walks = pass_walks(plan.decoding, forest, plan.num_steps) if self._target.walks else None
-        all_NV = self._target.forward(plan, forest.trees, places, draws, walks and walks.walks)
+        all_NV = self._target.forward(plan, forest.trees, places, draws, walks.walks if walks else None)
         run = walks.chains(plan.decoding, forest) if walks and walks.num_steps else None
         for observer in self._observers:
             observer.after_forward(plan, run[0].trees if run else forest.trees)

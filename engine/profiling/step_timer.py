@@ -81,7 +81,7 @@ class StepTimer:
         begin_s = time.perf_counter()
         draws = node_draws(rows, trees) if self._target.chooses else NO_DRAWS
         walks = pass_walks(rows, forest) if self._target.walks else None
-        logits_NV = self._target.forward(StepPlan(0, tuple(rows)), fed, draws=draws, walks=walks and walks.walks)
+        logits_NV = self._target.forward(StepPlan(0, tuple(rows)), fed, draws=draws, walks=walks.walks if walks else None)
         self._judge.judge(rows, forest, logits_NV, self._target.likeliest(logits_NV, forest.num_nodes), walks)
         seconds = time.perf_counter() - begin_s
         num_keys, num_drawn = size.num_context + 1, size.num_tokens if size.is_drawn else 0

@@ -16,12 +16,15 @@ from engine.native.distributions import KeptTokens
 from engine.native.walks import walks
 from engine.testing import tiny_module
 from engine.verify import dispatch
+from engine.verify.coupled import depth_keys
 from engine.verify.dispatch import Judge, PassWalks, pass_walks
 from engine.verify.forest import Forest
-from engine.verify.verdict import VerificationFailure
+from engine.verify.verdict import Verdict, VerificationFailure
 from tests.model.native_models import needs_library
 from tests.model.passes import CPU
 from tests.model.rows import decoding_row
+
+Judged = list[Verdict | VerificationFailure]
 
 pytestmark = needs_library
 V = 12
@@ -77,7 +80,7 @@ def any_step(rng: random.Random, num_rows: int, samplings=SAMPLINGS) -> tuple[li
     return rows, Forest(tuple(trees), probs_RV, probs_rows)
 
 
-def both(target: Target, rows: list[Row], forest: Forest) -> tuple[list, list, PassWalks]:
+def both(target: Target, rows: list[Row], forest: Forest) -> tuple[Judged, Judged, PassWalks]:
     """Return the verdicts of the pass and those of the judge alone, and what the pass was given."""
     given = pass_walks(rows, forest)
     logits_NV = target.forward(StepPlan(0, tuple(rows)), forest.trees, walks=given.walks)
@@ -109,14 +112,11 @@ def test_choices_of_pass_are_the_judge_s(num_threads, monkeypatch):
 
 
 def without_depth(tree, key):
-    return KEYS_OF(tree, key)[:1] * 40
+    return depth_keys(tree, key)[:1] * 40
 
 
 def without_truncation(_):
     return KeptTokens()
-
-
-KEYS_OF = dispatch.depth_keys
 
 
 @pytest.mark.parametrize(("name", "mutant"), [("depth_keys", without_depth), ("truncation", without_truncation)])
