@@ -4,7 +4,8 @@
 
 Passes are timed where the library is called (the target's, and a draft head's with what grows its trees there), so that laying
 out what a pass reads, calling it and taking up what it leaves are the host's. The library's loops over the vocabulary in
-judging are separate. Engines step in turns over the same requests, the one with the fewest tokens next. Medians are over the
+judging are separate, those of a pass that chooses tokens itself are the pass's. Several plain steps in a row count as one step
+with a part of their time. Engines step in turns over the same requests, the one with the fewest tokens next. Medians are over the
 steps that have all of the load, feed no prompt, and are of the engine's most frequent kind: plain, or drafting.
 """
 
@@ -29,7 +30,7 @@ from engine.trace.stats import Stopwatch
 from server.settings import load_settings
 
 _OF_HEAD = "latebranch_decode of a draft head"
-_PASSES = {"target's pass": ("latebranch_decode",), "draft passes": ("latebranch_grow_round", _OF_HEAD)}
+_PASSES = {"target's pass": ("latebranch_decode", "latebranch_steps"), "draft passes": ("latebranch_grow_round", _OF_HEAD)}
 _LOOPS = "loops of verification"
 _OF_VERIFICATION = ("latebranch_likeliest", "latebranch_walk", "latebranch_probs", "latebranch_choose")
 _STAGES = ("follow", "choose", "plan", "draft", "forward", "verify", "trace", "commit", "learn", "report")
@@ -70,7 +71,7 @@ def _is_of_head(name: str, args: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step's numbers, and its seconds by part; they sum to `seconds`."""
+    """One step's numbers, and its seconds by part; they sum to `seconds`. Of several in a row, those of one."""
 
     stats: StepStats
     seconds: float
@@ -96,7 +97,9 @@ class Profiled:
         parts = {name: sum(native[function] for function in functions) for name, functions in _PASSES.items()}
         parts[_LOOPS] = sum(native[function] for function in _OF_VERIFICATION)
         parts |= {stage: laps[stage] - (parts[_WITHIN[stage]] if stage in _WITHIN else 0.0) for stage in _STAGES}
-        self.steps.append(Step(output.stats, seconds, parts))
+        num_steps = output.stats.num_steps
+        own = {part: spent / num_steps for part, spent in parts.items()}
+        self.steps.append(Step(output.stats, seconds / num_steps, own))
         return output
 
 

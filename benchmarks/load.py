@@ -119,7 +119,7 @@ class Measured:
             raise ValueError(f"no step had all {batch} sequences and fed no prompt: longer texts (--max-tokens) would overlap")
         seconds = sum(step.step_s for step in steps)
         tokens = sum(step.num_generated_tokens for step in steps)
-        rows = sum(step.num_decoding_rows for step in steps)
+        rows = sum(step.num_row_steps for step in steps)
         share = sum(step.policy_s for step in steps) / seconds
         return cls(name, round_number, batch, contender, tokens / seconds, tokens / rows, share, foreign_cpus)
 

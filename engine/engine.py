@@ -30,6 +30,7 @@ from engine.kv_cache.slot_digests import SlotDigests
 from engine.model.passes import NO_DRAWS
 from engine.model.root_features import RootFeatures
 from engine.model.target import Target
+from engine.scheduler.run_pacing import RunPacing
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.structured_output.grammars import CompiledGrammars, no_grammars
@@ -39,7 +40,7 @@ from engine.teacher_forcing import TeacherForcing
 from engine.trace.stats import CommittedRecord, RowOutcome, StepRecord, Stopwatch, stats_of
 from engine.trace.tracer import traced_rows, with_traces
 from engine.trace.tree_probs import traced_probs
-from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of, node_draws
+from engine.verify.dispatch import NOT_FINITE, Judge, PassWalks, logprobs_of, node_draws, pass_walks
 from engine.verify.forest import Forest
 from engine.verify.prompt_logprobs import (
     NO_PROMPT_LOGPROBS,
@@ -66,11 +67,16 @@ class StepOutput:
 
 
 class _TargetPass(NamedTuple):
-    """The output of the target's pass: logits of all its places, of the trees' nodes only, and the scores of prompts."""
+    """The output of the target's pass: logits of all its places, of the trees' nodes only, the scores of prompts, and paths.
+
+    `run` are the trees and verdicts of several steps in a row.
+    """
 
     all_NV: Float[Tensor, "N V"]
     nodes_NV: Float[Tensor, "N V"]
     prompts: PromptLogprobs
+    walks: PassWalks | None
+    run: tuple[Forest, list[Verdict | VerificationFailure]] | None = None
 
 
 class Engine:
@@ -105,7 +111,8 @@ class Engine:
         self._scheduler = Scheduler(config, drafter.feeding if drafter else Feeding.TARGET_CACHE)
         if target.model.has_states:
             self._scheduler.pool.on_freed_slots(target.cache.states.drop)
-        self._observers.append(self._scheduler.pacing)
+        self._runs = RunPacing()
+        self._observers += [self._scheduler.pacing, self._runs]
         self._ended: list[TokenEvent] = []  # requests that ended between steps
 
     @property
@@ -167,7 +174,7 @@ class Engine:
             self._follower.end(request_id)
 
     def step(self) -> StepOutput:
-        """Advance every running sequence by one tree. Return the events and statistics of the step."""
+        """Advance every running sequence by one tree, or by several tokens of plain decoding. Return events and statistics."""
         watch = Stopwatch()
         choice, plan = self._plan(watch)  # 1. Admit sequences and choose their expansions.
         for observer in self._observers:
@@ -177,11 +184,15 @@ class Engine:
         passed = self._forward(plan, growth.forest)  # 3. Run one tree-masked pass of the target over all rows.
         watch.lap("forward")
         verdicts = self._verify(plan, growth.forest, passed)  # 4. Verify each tree.
+        if passed.run is not None:
+            growth = replace(growth, forest=passed.run[0])
         watch.lap("verify")
         probs = traced_probs(plan.decoding, growth, verdicts, passed.nodes_NV, self.grammars)
         watch.lap("trace")
         outcomes, events = self._commit(plan, growth, passed, verdicts)  # 5. Keep the accepted paths and emit their tokens.
-        record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(outcomes), watch.laps)  # laps are still added
+        num_steps = passed.walks.num_steps if passed.run and passed.walks else 1
+        laps = watch.laps  # to which some are still added
+        record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(outcomes), laps, num_steps)
         watch.lap("commit")
         committed = CommittedRecord(record, growth.forest, passed.nodes_NV)
         for observer in self._observers:
@@ -246,7 +257,10 @@ class Engine:
         watch.lap("follow")
         choice = choice or self._policy.choose(views)
         watch.lap("choose")
-        plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up, growth_costs=choice.growth_costs)
+        most_steps = min(self._policy.most_steps, self._runs.most_steps(len(views))) if self._target.runs_steps else 1
+        plan = self._scheduler.plan(
+            choice.expansions, keeps_up=choice.keeps_up, growth_costs=choice.growth_costs, most_steps=most_steps
+        )
         watch.lap("plan")
         return choice, plan
 
@@ -258,18 +272,23 @@ class Engine:
         scored = scored_prompt_tokens(plan, forest.trees)
         places = [place for one in scored for place in one.sources]
         draws = node_draws(plan.decoding, forest.trees) if self._target.chooses else NO_DRAWS
-        all_NV = self._target.forward(plan, forest.trees, places, draws)
+        walks = pass_walks(plan.decoding, forest, plan.num_steps) if self._target.walks else None
+        all_NV = self._target.forward(plan, forest.trees, places, draws, walks.walks if walks else None)
+        run = walks.chains(plan.decoding, forest) if walks and walks.num_steps else None
         for observer in self._observers:
-            observer.after_forward(plan, forest.trees)
+            observer.after_forward(plan, run[0].trees if run else forest.trees)
         if not scored:
-            return _TargetPass(all_NV, all_NV, NO_PROMPT_LOGPROBS)
+            return _TargetPass(all_NV, all_NV, NO_PROMPT_LOGPROBS, walks, run)
         nodes_NV, scored_SV = all_NV.tensor_split([forest.num_nodes])
-        return _TargetPass(all_NV, nodes_NV, score_prompt_tokens(scored, scored_SV))
+        return _TargetPass(all_NV, nodes_NV, score_prompt_tokens(scored, scored_SV), walks)
 
     def _verify(self, plan: StepPlan, forest: Forest, passed: _TargetPass) -> list[Verdict | VerificationFailure]:
         """Verify the tree of each decoding row. A row whose prompt has non-finite logits fails."""
+        if passed.run is not None:
+            return passed.run[1]
         best = self._target.likeliest(passed.all_NV, forest.num_nodes)
-        verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best)
+        walks = None if best is None else passed.walks  # of other logits than the pass's nothing is known
+        verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best, walks)
         broken = passed.prompts.failed
         return [NOT_FINITE if row.request_id in broken else one for row, one in zip(plan.decoding, verdicts)]
 
@@ -342,10 +361,11 @@ class Engine:
             queued_s=emission.queued_s,
             num_cached_tokens=emission.num_cached,
             expansion=row.expansion,
-            num_draft_tokens=outcome.tree.num_nodes - 1,
+            num_draft_tokens=outcome.num_drafted,
             num_accepted_tokens=emission.num_accepted,
             num_predicted_tokens=outcome.sources.count(DraftSource.PREDICTION),
             predicted_places=_predicted_places(outcome),
+            num_steps=outcome.num_steps,
         )
 
 

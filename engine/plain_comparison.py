@@ -31,4 +31,4 @@ class PlainComparison:
         self._num_drafting += 1
         if self._num_drafting % COMPARED_EVERY:
             return choice
-        return replace(choice, expansions=(PLAIN,) * len(views), reason=Reason.COMPARISON, speedup=1.0, step_s=None)
+        return replace(choice, expansions=(PLAIN,) * len(views), reason=Reason.COMPARISON, speedup=1.0, step_s=None, num_steps=1)

@@ -139,10 +139,15 @@ def num_rounds(path: Path) -> int:
 
 def _sums(steps: Sequence[StepStats]) -> dict[str, float]:
     """Return what the report needs of some steps, added up."""
-    names = ("num_generated_tokens", "num_decoding_rows", "num_draft_tokens", "num_accepted_tokens")
+    names = ("num_generated_tokens", "num_draft_tokens", "num_accepted_tokens")
     seconds = ("draft_s", "verify_s", "judge_s", "host_s", "step_s")
     drafting = [step.draft_s for step in steps if step.num_draft_tokens]
-    counts = {"num_steps": len(steps), "num_drafting_steps": len(drafting), "drafting_s": sum(drafting)}
+    counts = {
+        "num_steps": sum(step.num_steps for step in steps),
+        "num_decoding_rows": sum(step.num_row_steps for step in steps),
+        "num_drafting_steps": len(drafting),
+        "drafting_s": sum(drafting),
+    }
     return {**counts, **{name: sum(getattr(step, name) for step in steps) for name in (*names, *seconds)}}
 
 

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthCosts
 from engine.core.types import SamplingParams, Speculation
 
+MOST_UNOBSERVED = 8  # steps of plain decoding for one choice: cached text is searched at the next one
+
 
 class Reason(StrEnum):
     """Why a policy chose a step's expansions; a label of metrics."""
@@ -291,4 +293,4 @@ class PlainDecoding(FixedExpansion):
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return plain decoding for every view. Drafters are fed only for requests that set a tree themselves."""
-        return ExpansionChoice((PLAIN,) * len(views), keeps_up=False)
+        return ExpansionChoice((PLAIN,) * len(views), keeps_up=False, num_steps=MOST_UNOBSERVED)

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from engine.core.policy import BatchViews, ExpansionChoice, ExpansionPolicy, Reason, StepFeedback
+from engine.core.policy import MOST_UNOBSERVED, BatchViews, ExpansionChoice, ExpansionPolicy, Reason, StepFeedback
 from engine.core.row_trace import TracedRow
 from engine.core.step_plan import StepPlan
 from engine.core.tree import TokenTree
@@ -13,8 +13,6 @@ from engine.core.types import SamplingParams, StepStats
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
-
-MOST_UNOBSERVED = 8  # steps of plain decoding for one choice: cached text is searched at the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +28,11 @@ class Ending:
 
 class CommittedStep(Protocol):
     """A step whose accepted paths are committed. Parts that not every observer needs are computed on access."""
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of plain decoding that ran in a row, else 1."""
+        ...
 
     @property
     def feedback(self) -> StepFeedback:
@@ -82,11 +85,13 @@ class PolicySteps(StepObserver):
         self._composition: Hashable = None
         self._num_left = self._num_passed = 0  # steps without the policy, until and since its last step
         self._plain: StepFeedback | None = None  # of that step, until the policy chooses again
+        self.most_steps = 1  # in a row, by the latest choice
 
     def reused(self, views: BatchViews) -> ExpansionChoice | None:
         """Return the last choice if all sequences decode plainly without the policy, else None: the policy must choose."""
         if not self._num_left or views.composition != self._composition:
             return None
+        self.most_steps = self._num_left
         self._num_left -= 1
         self._num_passed += 1
         return self._choice
@@ -100,15 +105,19 @@ class PolicySteps(StepObserver):
             self._plain = None
         self._num_left = self._num_passed = 0
         self._choice, self._composition = self._policy.choose(views), views.composition
+        self.most_steps = min(self._choice.num_steps, MOST_UNOBSERVED) if self._composition is not None else 1
         return self._choice
 
     def after_commit(self, step: CommittedStep) -> None:
         """Give the policy the feedback of its own step: of plain decoding before its next one, for all steps until then."""
+        num_later = step.num_steps - 1
         if self._num_passed:
+            self._num_passed += num_later
+            self._num_left -= num_later
             return
-        feedback, choice = step.feedback, self._choice
+        feedback, choice, self._num_passed = step.feedback, self._choice, num_later
         if choice.reason is Reason.PLAIN_IS_BEST and self._composition is not None and not feedback.has_drafted:
-            self._num_left = min(choice.num_steps, MOST_UNOBSERVED) - 1
+            self._num_left = min(choice.num_steps, MOST_UNOBSERVED) - step.num_steps
         if self._num_left:
             self._plain = feedback
         else:

@@ -102,6 +102,8 @@ class Row(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True, dict=True):
     """The rows of one step, oldest sequence first. `num_preempted` sequences lost their slots to make room.
 
+    With `num_steps` above 1, plain decoding of all rows may go on for that many steps in a row, and they have the slots for it.
+
     Since the last plan, `num_prefix_queries` prompt tokens were looked up in the prefix cache, and `num_prefix_hits` were found.
     """
 
@@ -110,6 +112,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     num_preempted: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    num_steps: int = 1
 
     @cached_property
     def decoding(self) -> tuple[Row, ...]:

@@ -212,7 +212,7 @@ class TokenLogprobs:
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The output of one step for one request.
+    """The output of one step for one request, or of `num_steps` of plain decoding in a row.
 
     `token_ids` are the new tokens, already cut at stop tokens and limits. A stop token can only be the last and is not text;
     `stop_token_id` names it. `logprobs` has an entry for each token or is empty. Exactly one event of a request carries
@@ -242,6 +242,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     predicted_places: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     trace: RowTrace | None = None
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +269,8 @@ STAGES = ("draft", "verify", "judge", "policy", "host")  # of a step; StepStats 
 class StepStats(msgspec.Struct, frozen=True):
     """Statistics of one engine step. Counts are of this step, gauges describe the state after it.
 
+    `num_steps` of plain decoding ran in a row: counts, seconds and tokens are of all of them, `num_decoding_rows` of one.
+
     `running_adapters` and `waiting_adapters` are the LoRA adapters of requests in either state. `num_prompt_tokens` were fed
     for the first time. `num_prefix_queries` prompt tokens were looked up in the prefix cache; `num_prefix_hits` of them were
     found and not fed. Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` distributions and
@@ -287,6 +290,7 @@ class StepStats(msgspec.Struct, frozen=True):
     num_waiting: int
     num_used_slots: int
     num_slots: int
+    num_steps: int = 1
     num_prompt_tokens: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
@@ -319,6 +323,11 @@ class StepStats(msgspec.Struct, frozen=True):
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
     audit: AuditStats | None = None
+
+    @property
+    def num_row_steps(self) -> int:
+        """Steps of decoding rows: those of several steps in a row count each."""
+        return self.num_steps * self.num_decoding_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from engine.model.sharding import ShardedHead, load_shard
 from engine.native.adapters import NativeAdapters
 from engine.native.decoder import NativeDecoder, UnknownDecoder, parts_of, refuse_by_structure
 from engine.native.linear import QUANTISED, NativeLinear
+from engine.native.walks import Walks
 from engine.sampling.argmax import RowArgMax
 from engine.utils.host_transfer import integers_32
 from engine.utils.one_line import one_line
@@ -180,8 +181,15 @@ class CausalModel:
         register()
         self.module.set_attn_implementation(NAME)
 
-    def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
+    def forward(
+        self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"], walks: Walks | None = None
+    ) -> Float[Tensor, "N V"]:
+        """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens.
+
+        A native model follows the trees of `walks`; other models have none.
+        """
+        if self.native is not None:
+            return self.native.forward(batch, cache, logit_rows_N, walks)
         if self.ranks is not None:
             with self.ranks.running_pass(batch, cache, logit_rows_N):
                 return self._forward(batch, cache, logit_rows_N)
@@ -191,8 +199,6 @@ class CausalModel:
             return self._forward(batch, cache, logit_rows_N)
 
     def _forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        if self.native is not None:
-            return self.native.forward(batch, cache, logit_rows_N)
         if self.attend is None or cache.is_watched:
             context = GatheredAttention(batch, cache)
             with nullcontext() if self.recurrent is None else self.recurrent.within(context):

@@ -15,6 +15,7 @@ from engine.attention.packing import PackedBatch
 from engine.attention.paged.graphs import GraphedFunction, GraphResources, PassMemory
 from engine.attention.paged.table import PagedBatch, TableColumns
 from engine.kv_cache.kv_cache import KVCache
+from engine.native.walks import Walks
 from engine.sampling import device_choice
 from engine.sampling.device_choice import NodeChoice, NodeDraws
 from engine.utils.host_transfer import integers
@@ -54,8 +55,10 @@ class PassModel(Protocol):
         """Whether the model can run passes over tables."""
         ...
 
-    def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """Run a pass over packed tokens."""
+    def forward(
+        self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"], walks: Walks | None = None
+    ) -> Float[Tensor, "N V"]:
+        """Run a pass over packed tokens, which follows the trees of `walks` if the library runs it."""
         ...
 
     def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
@@ -87,9 +90,9 @@ class DirectPasses:
         """How passes run."""
         return "torch's"
 
-    def run(self, batch: PackedBatch, rows: Sequence[int]) -> Float[Tensor, "N V"]:
-        """Return float32 logits of the packed tokens in `rows`."""
-        logits_NV = self._model.forward(batch, self._cache, integers(rows, self._model.device))
+    def run(self, batch: PackedBatch, rows: Sequence[int], walks: Walks | None = None) -> Float[Tensor, "N V"]:
+        """Return float32 logits of the packed tokens in `rows`. The model's library follows the trees of `walks`."""
+        logits_NV = self._model.forward(batch, self._cache, integers(rows, self._model.device), walks)
         if self._listener is not None:
             self._listener(batch)
         return logits_NV

@@ -19,8 +19,9 @@ from engine.core.tree import ROOT, TokenTree
 from engine.kv_cache.canary import Canary
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
-from engine.model.passes import NO_DRAWS, DirectPasses, Passes, RecordedPasses, WrittenSlots
+from engine.model.passes import NO_DRAWS, DirectPasses, RecordedPasses, WrittenSlots
 from engine.model.traffic import Traffic, traffic_of
+from engine.native.walks import Walks
 from engine.sampling import device_choice
 from engine.sampling.argmax import RowArgMax
 from engine.sampling.device_choice import NodeChoice, NodeDraws
@@ -45,7 +46,7 @@ class Target:
         self.model = model
         self.cache = KVCache(num_slots, model.device, canary, model.cache_dtype)
         self._observers: list[PassObserver] = []
-        self._passes: Passes = DirectPasses(model, self.cache, self._report)
+        self._passes: DirectPasses | RecordedPasses = DirectPasses(model, self.cache, self._report)
 
     def report_to(self, observer: PassObserver) -> None:
         """Report every later pass to `observer`, unless passes store its data by themselves. Call this before `record`."""
@@ -59,6 +60,16 @@ class Target:
         chooses = device_choice.can_choose_on(self.model.device)
         self._passes = recorded = RecordedPasses(self.model, self.cache, steps, self._report, chooses)
         return recorded
+
+    @property
+    def walks(self) -> bool:
+        """Whether passes follow trees themselves, if they are given to them."""
+        return self.model.native is not None and not isinstance(self._passes, RecordedPasses)
+
+    @property
+    def runs_steps(self) -> bool:
+        """Whether the steps of Walks can follow a pass: each pass would have to be observed."""
+        return self.walks and not self._observers and self.model.native is not None and not self.model.native.is_watched
 
     @property
     def chooses(self) -> bool:
@@ -95,11 +106,16 @@ class Target:
             self.cache.states.drop(row.slots[row.root_position + node] for node in path[:-1])
 
     def forward(
-        self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int] = (), draws: NodeDraws = NO_DRAWS
+        self,
+        plan: StepPlan,
+        trees: Sequence[TokenTree],
+        places: Sequence[int] = (),
+        draws: NodeDraws = NO_DRAWS,
+        walks: Walks | None = None,
     ) -> Float[Tensor, "N V"]:
         """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees.
 
-        The logits after the packed tokens at `places` follow. `draws` are of the nodes.
+        The logits after the packed tokens at `places` follow. `draws` are of the nodes, `walks` of the trees.
         """
         if not plan.rows:  # a step that only reports aborts
             return torch.empty((0, self.model.vocab_size), device=self.model.device)
@@ -117,4 +133,4 @@ class Target:
         batch, logit_rows = pack(segments, self.model.device), [*logit_rows, *places]
         if isinstance(self._passes, RecordedPasses):
             return self._passes.run(batch, logit_rows, draws)
-        return self._passes.run(batch, logit_rows)
+        return self._passes.run(batch, logit_rows, walks)

@@ -19,6 +19,7 @@ from engine.native import library
 from engine.native.adapters import NativeAdapters
 from engine.native.decoder_pass import Features, Output, Runner, Tables
 from engine.native.linear import PackedWeights
+from engine.native.walks import Walks
 from engine.utils.rotary_table import RotaryTable
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Gemma3DecoderLayer")
@@ -114,17 +115,28 @@ class NativeDecoder:
         self._watchers.append(watcher)
         return lambda: self._watchers.remove(watcher)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether passes are reported."""
+        return bool(self._watchers)
+
     def keep_features(self, cache: KVCache, features: Features) -> None:
         """Store the inputs of these features, each token's in its slot, in later passes over a cache."""
         assert cache not in self._features, "a second head for one cache"
         self._features[cache] = features
 
-    def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
+    def forward(
+        self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"], walks: Walks | None = None
+    ) -> Float[Tensor, "N V"]:
+        """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens.
+
+        The trees of `walks` are followed.
+        """
         wanted = {index for watcher in self._watchers for index in watcher.indices}
-        rotations, features = [one.below(batch.end) for one in self._rotations], self._features.get(cache)
+        end = batch.end if walks is None or walks.steps is None else batch.end + walks.steps.most - 1
+        rotations, features = [one.below(end) for one in self._rotations], self._features.get(cache)
         adapted = None if self.adapters is None else self.adapters.rows_of(batch)
-        output = self._runner.run(batch, cache, rotations, logit_rows_N, wanted, features=features, adapted=adapted)
+        output = self._runner.run(batch, cache, rotations, logit_rows_N, wanted, features=features, adapted=adapted, walks=walks)
         for watcher in self._watchers:
             watcher.report(output)
         self._latest = ref(output.logits_NM), output.likeliest

@@ -19,6 +19,7 @@ from engine.attention.packing import PackedBatch
 from engine.kv_cache.kv_cache import BLOCK_BITS, KVCache
 from engine.native import library
 from engine.native.linear import QUANTISED
+from engine.native.walks import Walks
 
 Tables = tuple[Float[Tensor, "P K"], Float[Tensor, "P K"]]  # cosines and sines by position
 
@@ -84,11 +85,13 @@ class Runner:
         slot_states: SlotStates | None = None,
         features: Features | None = None,
         adapted: tuple[NDArray[np.int64], int] | None = None,
+        walks: Walks | None = None,
     ) -> Output:
         """Run one pass over the packed tokens; write their keys; return logits of the chosen tokens, and the `kept` states.
 
         A target's pass stores the inputs of `features`. A draft head reads `slot_states`, or computes `features` from their
-        slots. It writes its states of the chosen tokens to their slots. `adapted` is NativeAdapters.rows_of.
+        slots. It writes its states of the chosen tokens to their slots. `adapted` is NativeAdapters.rows_of. The pass follows the
+        trees of `walks`, and goes on with their steps; the output is the last step's.
         """
         shape, num_rows = self.structure, len(rows_N)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
@@ -104,7 +107,14 @@ class Runner:
             pass_.features = ctypes.pointer(features.structure)
         if adapted is not None:
             pass_.adapters, pass_.most_rank = library.address(adapted[0]), adapted[1]
-        library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
+        if walks is not None:
+            pass_.walked, pass_.num_trees = ctypes.pointer(walks.structure), walks.num_trees
+        by = ctypes.byref(shape), ctypes.byref(pass_)
+        if walks is None or walks.steps is None:
+            library.library().latebranch_decode(*by, library.num_threads())
+        else:
+            steps = walks.steps
+            steps.num_complete = library.library().latebranch_steps(*by, ctypes.byref(steps.structure), library.num_threads())
         cache.check_read(batch.flat.key_slots)
         return Output(logits_NM, head_inputs_ND, after, list(zip(largest_N, likeliest_N, strict=True)))
 

@@ -1,4 +1,4 @@
-"""Finds the compiled library and declares its functions and structures (linear.h, low_rank.h, pass.h, growth.h and walk.h)."""
+"""Finds the compiled library and declares its functions and structures (the headers in cpp/)."""
 
 import ctypes
 import hashlib
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 SILU, GELU_TANH = 0, 1  # activations
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")  # of a decoder layer
 NUM_SCORES = 64  # best tokens of a node whose probabilities are compared: the others weigh nothing (ranked_tree.h)
-LAYOUT = 6  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
+LAYOUT = 7  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
 NUM_SHARES = 9  # intervals of probabilities: their edges are engine.draft.trees.calibration's (kShareEdges)
 
 
@@ -91,6 +91,24 @@ class AdaptedLayer(Structure):
     _fields_ = tuple((name, LowRankStructure) for name in LINEARS)
 
 
+class Walked(Structure):
+    """Trees to walk down, and the results."""
+
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in (
+            *("firsts", "rows", "parents", "tokens", "inverse_temperatures", "truncations", "keys"),
+            *("path", "lengths", "extras"),
+        )
+    )
+
+
+class StepsStructure(Structure):
+    """Steps of plain decoding in a row (steps.h), and the tokens that they choose."""
+
+    _fields_ = (("most", c_int64), *((name, c_void_p) for name in ("slots", "seeds", "first_stop", "stop_token_ids", "tokens")))
+
+
 class Pass(Structure):
     """Packed tokens, segment after segment, and the addresses of all their arrays."""
 
@@ -109,6 +127,8 @@ class Pass(Structure):
         ("is_cached_in_half", c_int64),
         ("adapters", c_void_p),
         ("most_rank", c_int64),
+        ("walked", POINTER(Walked)),
+        ("num_trees", c_int64),
     )
 
 
@@ -155,27 +175,16 @@ class Predictions(Structure):
     )
 
 
-class Walked(Structure):
-    """Trees to walk down, and the results."""
-
-    _fields_ = tuple(
-        (name, c_void_p)
-        for name in (
-            *("firsts", "rows", "parents", "tokens", "inverse_temperatures", "truncations", "keys"),
-            *("path", "lengths", "extras"),
-        )
-    )
-
-
 # In the order in which the library reports their sizes.
 _MIRRORED: tuple[type[Structure], ...] = (
     *(Linear, Layer, Decoder, Pass, RankedRowStructure, Predictions, Walked, FeaturesStructure, FedRowStructure, Fed),
-    *(LowRankStructure, AdaptedLayer),
+    *(LowRankStructure, AdaptedLayer, StepsStructure),
 )
 
 # Arguments and result of each function.
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "latebranch_decode": ([POINTER(Decoder), POINTER(Pass), c_int], None),
+    "latebranch_steps": ([POINTER(Decoder), POINTER(Pass), POINTER(StepsStructure), c_int], c_int64),
     "latebranch_linear": ([POINTER(Linear), c_void_p, c_int64, c_void_p, c_int], None),
     "latebranch_keep": ([POINTER(FeaturesStructure), POINTER(c_void_p), c_int64, c_void_p, c_int64], None),
     "latebranch_fuse": ([POINTER(FeaturesStructure), c_void_p, c_int64, c_void_p, c_int], None),

@@ -22,7 +22,7 @@ from engine.model.passes import NO_DRAWS
 from engine.model.target import Target
 from engine.native import library
 from engine.profiling.machine import machine_facts
-from engine.verify.dispatch import Judge, node_draws
+from engine.verify.dispatch import Judge, node_draws, pass_walks
 from engine.verify.forest import Forest
 
 _DEPTH = 8  # of trees that recurrent layers run, level by level
@@ -80,8 +80,9 @@ class StepTimer:
         self._synchronize()
         begin_s = time.perf_counter()
         draws = node_draws(rows, trees) if self._target.chooses else NO_DRAWS
-        logits_NV = self._target.forward(StepPlan(0, tuple(rows)), fed, draws=draws)
-        self._judge.judge(rows, forest, logits_NV, self._target.likeliest(logits_NV, forest.num_nodes))
+        walks = pass_walks(rows, forest) if self._target.walks else None
+        logits_NV = self._target.forward(StepPlan(0, tuple(rows)), fed, draws=draws, walks=walks.walks if walks else None)
+        self._judge.judge(rows, forest, logits_NV, self._target.likeliest(logits_NV, forest.num_nodes), walks)
         seconds = time.perf_counter() - begin_s
         num_keys, num_drawn = size.num_context + 1, size.num_tokens if size.is_drawn else 0
         num_scores = size.num_tokens * num_keys

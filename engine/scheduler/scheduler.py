@@ -229,11 +229,12 @@ class Scheduler:
         most_tokens: int | None = None,
         keeps_up: bool = True,
         growth_costs: GrowthCosts = FREE_GROWTH,
+        most_steps: int = 1,
     ) -> StepPlan:
         """Turn the wanted expansions, one for each of `views`, into rows within the token budget and the slots, oldest first.
 
         `most_tokens` lowers the budget of the configuration. `keeps_up` feeds drafters that fall behind plain rows.
-        `growth_costs` apply to the policy's trees, not to trees that requests set.
+        `growth_costs` apply to the policy's trees, not to trees that requests set. Up to `most_steps` run in a row.
         """
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
         sequences = self._stepping()
@@ -243,6 +244,7 @@ class Scheduler:
         rows: list[Row] = []
         num_preempted, draft_feed = 0, max_tokens
         most_behind = self._most_behind(sequences, trees) if keeps_up else None
+        num_steps = self._num_steps(sequences, trees, most_steps) if most_steps > 1 else 1
         self._step += 1
         for sequence, tree, share in zip(sequences, trees, shares, strict=True):
             if sequence not in self._running:  # preempted to make room for an older one
@@ -251,7 +253,8 @@ class Scheduler:
             num_preempted += self._make_room(sequence, share.num_certain)
             if sequence in self._running:
                 draft_ids = self._draft_feed(sequence, share.num_certain, tree, expansion, most_behind)
-                rows.append(self._row(sequence, share.num_certain, expansion, draft_ids[:draft_feed], growth_costs))
+                draft_ids, num_later = draft_ids[:draft_feed], num_steps - 1
+                rows.append(self._row(sequence, share.num_certain, expansion, draft_ids, growth_costs, num_later))
                 draft_feed -= len(rows[-1].draft_ids)
         num_prefix_queries, num_prefix_hits, self._num_prefix_queries, self._num_prefix_hits = (
             self._num_prefix_queries,
@@ -259,7 +262,20 @@ class Scheduler:
             0,
             0,
         )
-        return StepPlan(self._step, tuple(rows), num_preempted, num_prefix_queries, num_prefix_hits)
+        return StepPlan(self._step, tuple(rows), num_preempted, num_prefix_queries, num_prefix_hits, num_steps)
+
+    def _num_steps(self, sequences: SequenceOf[Sequence], trees: SequenceOf[Expansion], most: int) -> int:
+        """Return how many steps can run in a row: several if every sequence decodes plainly and the host has no other work.
+
+        No sequence reaches its limit before the last step.
+        """
+        is_alone = len(sequences) == len(self._running) and not self._waiting and not self.traces_all
+        if not (is_alone and all(tree.is_plain for tree in trees)):
+            return 1
+        if not all(sequence.runs_alone and sequence.num_uncached == 1 for sequence in sequences):
+            return 1
+        num_remaining = min((sequence.num_remaining for sequence in sequences), default=1)
+        return max(1, min(most, num_remaining, self.num_free // max(1, len(sequences))))
 
     def _permitted(self, sequence: Sequence, expansion: Expansion) -> Expansion:
         """Return the tree for a sequence: its request's if set, else the policy's, fitted to the verifier and to its limits.
@@ -302,11 +318,17 @@ class Scheduler:
         return num_preempted
 
     def _row(
-        self, sequence: Sequence, num_certain: int, expansion: Expansion, draft_ids: list[int], growth_costs: GrowthCosts
+        self,
+        sequence: Sequence,
+        num_certain: int,
+        expansion: Expansion,
+        draft_ids: list[int],
+        growth_costs: GrowthCosts,
+        num_later: int,
     ) -> Row:
-        """Allocate the sequence's slots and return its row."""
+        """Allocate the sequence's slots, `num_later` of them for tokens of later steps, and return its row."""
         context_len = sequence.target_len
-        sequence.slots.extend(self._allocated(num_certain + expansion.num_draft_tokens))
+        sequence.slots.extend(self._allocated(num_certain + expansion.num_draft_tokens + num_later))
         end = context_len + num_certain
         return Row(
             request_id=sequence.request_id,
@@ -389,10 +411,10 @@ class Scheduler:
         is_first = sequence.num_generated == 0
         drafted = [result.tree.token_ids[node] for node in result.path[1:]]
         new_ids, finish = sequence.accept([*drafted, result.extra_id])
-        num_accepted = min(len(drafted), len(new_ids))
+        num_kept = min(len(drafted), len(new_ids))
         sequence.token_ids.extend(new_ids)
         self._waiting.charge(sequence, len(new_ids))
-        path = result.path[: num_accepted + 1]  # a stop token or limit may cut it
+        path = result.path[: num_kept + 1]  # a stop token or limit may cut it
         if len(row.slots) > row.end:
             self._keep(sequence, row.root_position, array("q", [row.slots[row.root_position + node] for node in path]))
         sequence.draft_len = self._draft_len_after(row, result)
@@ -401,7 +423,7 @@ class Scheduler:
         if finish is not None:
             self.remove(row.request_id)
         queued_s, num_cached = (sequence.queued_s, sequence.num_prefix_hits) if is_first else (None, 0)
-        return Emission(row, tuple(new_ids), num_accepted, finish, queued_s, num_cached)
+        return Emission(row, tuple(new_ids), num_kept if row.is_drafting else 0, finish, queued_s, num_cached)
 
     def _draft_len_after(self, row: Row, result: RowResult) -> int:
         """Return how many tokens the drafter has cached. Nodes fed with substitutes for target features are fed again."""

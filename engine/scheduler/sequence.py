@@ -38,6 +38,7 @@ class Sequence:
         self.num_prefix_hits = 0  # prompt tokens found in the prefix cache and not fed
         self.arrival_s = time.monotonic()
         self.queued_s: float | None = None
+        self.runs_alone = _runs_alone(request)
         self._num_counted_prompt = _num_fed_before(request)
 
     @property
@@ -134,6 +135,13 @@ class Sequence:
     def reset_caches(self) -> None:
         """Reset the caches' state: the sequence is fed from its start when it runs again."""
         self.slots, self.blocks, self.num_marked, self.draft_len = array("q"), [], 0, 0
+
+
+def _runs_alone(request: Request) -> bool:
+    """Return whether the target's passes can choose one token after the other without the host."""
+    sampling = request.sampling
+    needs_host = sampling.edits_logits or sampling.typical_p < 1.0 or sampling.num_logprobs is not None
+    return not needs_host and not request.speculation.is_traced
 
 
 def _num_fed_before(request: Request) -> int:

@@ -54,9 +54,19 @@ class RowOutcome(msgspec.Struct, frozen=True):
     emission: Emission | None
 
     @property
+    def num_steps(self) -> int:
+        """Steps in a row that a row without drafts took."""
+        return len(self.verdict.path) if isinstance(self.verdict, Verdict) and not self.row.is_drafting else 1
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafted tokens: none of those that several steps in a row chose."""
+        return self.tree.num_nodes - 1 if self.row.is_drafting else 0
+
+    @property
     def accepted_depth(self) -> int:
         """Drafted tokens on the accepted path, before limits cut it."""
-        return len(self.verdict.path) - 1 if isinstance(self.verdict, Verdict) else 0
+        return len(self.verdict.path) - 1 if isinstance(self.verdict, Verdict) and self.row.is_drafting else 0
 
     @property
     def accepted_sources(self) -> list[DraftSource]:
@@ -83,7 +93,8 @@ class RowOutcome(msgspec.Struct, frozen=True):
 class StepRecord:
     """The whole record of a step: its plan, the policy's choice, the outcomes of the decoding rows, and seconds by stage.
 
-    Trees grew in `num_draft_rounds` rounds with `draft_passes` of the draft model.
+    Trees grew in `num_draft_rounds` rounds with `draft_passes` of the draft model. `num_steps` ran in a row: several only if all
+    rows decode plainly.
     """
 
     plan: StepPlan
@@ -92,12 +103,13 @@ class StepRecord:
     draft_passes: ModelPasses
     outcomes: tuple[RowOutcome, ...]
     laps: dict[str, float]
+    num_steps: int = 1
 
     @property
     def num_target_tokens(self) -> int:
-        """Packed tokens of the target's forward."""
+        """Packed tokens of the target's forward, in a run of the first step's."""
         certain = sum([len(row.certain_ids) for row in self.plan.rows])
-        return certain + sum([outcome.tree.num_nodes - 1 for outcome in self.outcomes])
+        return certain + sum([outcome.num_drafted for outcome in self.outcomes])
 
     @property
     def num_emitted(self) -> int:
@@ -112,6 +124,11 @@ class CommittedRecord:
     record: StepRecord
     forest: Forest
     logits_NV: Float[Tensor, "N V"]
+
+    @property
+    def num_steps(self) -> int:
+        """The steps that ran in a row."""
+        return self.record.num_steps
 
     @property
     def feedback(self) -> StepFeedback:
@@ -132,17 +149,18 @@ class CommittedRecord:
 
 
 def feedback_of(record: StepRecord) -> StepFeedback:
-    """Return the step's feedback for the policy. The seconds do not include the policy's own."""
+    """Return the step's feedback for the policy, of several in a row that of one. The seconds do not include the policy's own."""
     laps, rows = record.laps, record.plan.rows
     return StepFeedback(
-        draft_s=laps["draft"],
-        rest_s=laps["follow"] + laps["plan"] + laps["forward"] + laps["verify"] + laps["commit"],
+        draft_s=laps["draft"] / record.num_steps,
+        rest_s=(laps["follow"] + laps["plan"] + laps["forward"] + laps["verify"] + laps["commit"]) / record.num_steps,
         has_prefill=any(len(row.certain_ids) > 1 for row in rows),
         num_rows=len(rows),
         num_rounds=record.num_draft_rounds,
         num_passes=record.draft_passes.num_passes,
         make_work=lambda: _work_of(record),
         make_outcomes=lambda: tuple(map(_draft_outcome, record.outcomes)),
+        num_steps=record.num_steps,
     )
 
 
@@ -150,7 +168,7 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     """Return a row's outcome for the policy. Tokens accepted after a stop token do not count."""
     row, tree, emission, values, verdict = outcome.row, outcome.tree, outcome.emission, outcome.node_values, outcome.verdict
     path = verdict.path if isinstance(verdict, Verdict) else (ROOT,)
-    accepted_depth, expansion = len(path) - 1, row.expansion
+    accepted_depth, expansion = outcome.accepted_depth, row.expansion
     if emission is not None and emission.finish is FinishReason.STOP:
         accepted_depth = emission.num_accepted
     drafted_depth, nodes = outcome.num_rounds, None
@@ -158,8 +176,8 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
         accepted = tuple([node - 1 for node in path[1 : 1 + accepted_depth]])
         nodes = NodeChances(values.chances, tree.depths[1:], accepted, row.growth_costs.complete_above(expansion, values.chances))
     elif expansion.is_delayed:
-        drafted_depth = max(tree.depths)
-    return DraftOutcome(row.request_id, expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)
+        drafted_depth = max(tree.depths) if row.is_drafting else 0
+    return DraftOutcome(row.request_id, expansion, outcome.num_drafted, drafted_depth, accepted_depth, nodes)
 
 
 def _work_of(record: StepRecord) -> StepWork:
@@ -171,7 +189,7 @@ def _work_of(record: StepRecord) -> StepWork:
         num_keys += end
         num_scores += len(row.certain_ids) * end
     for outcome in record.outcomes:
-        row, num_drafted = outcome.row, outcome.tree.num_nodes - 1
+        row, num_drafted = outcome.row, outcome.num_drafted
         num_scores += num_drafted * row.end
         num_drawn += 0 if row.sampling.is_greedy else 1 + num_drafted
     passes = record.draft_passes
@@ -201,13 +219,15 @@ def _by_label(expansions: Sequence[Expansion]) -> dict[str, int]:
 
 def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepStats:
     """Return the step's statistics. Gauges are the scheduler's state after the step."""
-    laps, rows, num_target_tokens = record.laps, record.plan.rows, record.num_target_tokens
-    drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
+    laps, rows, num_steps = record.laps, record.plan.rows, record.num_steps
+    num_target_tokens = num_steps * record.num_target_tokens
+    drafted = [outcome for outcome in record.outcomes if outcome.num_drafted]
     accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
     verdicts = [outcome.verdict for outcome in record.outcomes if isinstance(outcome.verdict, Verdict)]
     predicted = [(one.expected_tokens, len(one.path)) for one in verdicts if one.expected_tokens is not None]
     return StepStats(
         step=record.plan.step,
+        num_steps=num_steps,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
         num_used_slots=scheduler.num_used_slots,
@@ -217,19 +237,19 @@ def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepSt
         num_prefix_hits=record.plan.num_prefix_hits,
         num_generated_tokens=record.num_emitted,
         num_drafts=len(drafted),
-        num_draft_tokens=sum([outcome.tree.num_nodes - 1 for outcome in drafted]),
+        num_draft_tokens=sum([outcome.num_drafted for outcome in drafted]),
         num_accepted_tokens=sum(accepted),
         num_decoding_rows=len(record.outcomes),
         num_undraftable_rows=sum([not outcome.row.allows_drafts for outcome in record.outcomes]),
         num_target_tokens=num_target_tokens,
-        num_read_bytes=target.traffic.num_bytes(sum([row.end for row in rows])) if rows else 0,
+        num_read_bytes=num_steps * target.traffic.num_bytes(sum([row.end for row in rows])) if rows else 0,
         num_operations=target.traffic.num_operations(num_target_tokens) if rows else 0,
         num_preemptions=record.plan.num_preempted,
         accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
         expansions=_by_label([outcome.row.expansion for outcome in record.outcomes]),
         drafted_by_source=_counted(outcome.sources for outcome in drafted),
         accepted_by_source=_counted(outcome.accepted_sources for outcome in drafted),
-        num_expected_rows=len(predicted),
+        num_expected_rows=num_steps * len(predicted),
         expected_tokens=sum(expected for expected, _ in predicted),
         num_realised_tokens=sum(realised for _, realised in predicted),
         draft_s=laps["draft"],
@@ -239,7 +259,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepSt
         host_s=laps["follow"] + laps["plan"] + laps["trace"] + laps["commit"],
         step_s=sum(laps.values()),
         policy_reason=record.choice.reason,
-        predicted_s=record.choice.step_s,
+        predicted_s=None if record.choice.step_s is None else num_steps * record.choice.step_s,
         predicted_speedup=record.choice.speedup,
         running_adapters=scheduler.running_adapters,
         waiting_adapters=scheduler.waiting_adapters,

@@ -80,6 +80,11 @@ def noise_keys(tree: TokenTree, key: StepKey) -> list[int]:
     return [_noise_key(key, depth) for depth in tree.depths]
 
 
+def depth_keys(tree: TokenTree, key: StepKey) -> list[int]:
+    """Return the key of the noise for the token after the nodes of each depth."""
+    return [_noise_key(key, depth) for depth in range(1 if tree.num_nodes == 1 else max(tree.depths) + 1)]
+
+
 def follow_all(trees: Sequence[TokenTree], choice_ids_N: Sequence[int]) -> list[Verdict]:
     """Return the verdicts of trees whose chosen token is known after each packed node, tree after tree."""
     verdicts = []
@@ -138,11 +143,8 @@ def judge_coupled_natively(
     Requires distributions without typical-p. Only visited nodes are computed. Raises
     NonFiniteDistributionError as Coupled does.
     """
-    noise_keys = [
-        [_noise_key(key, depth) for depth in range(1 if tree.num_nodes == 1 else max(tree.depths) + 1)]
-        for tree, key in zip(trees, keys, strict=True)
-    ]
-    walks = native_walks(logits_NV, trees, rows, temperatures, noise_keys, truncations)
+    keys_of_trees = [depth_keys(tree, key) for tree, key in zip(trees, keys, strict=True)]
+    walks = native_walks(logits_NV, trees, rows, temperatures, keys_of_trees, truncations)
     if faulty := [b for b, walk in enumerate(walks) if walk is None]:
         raise NonFiniteDistributionError(faulty)
     return [Verdict(*walk) for walk in walks if walk is not None]

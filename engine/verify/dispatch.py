@@ -19,6 +19,7 @@ from engine.core.step_plan import Row, SamplingContext
 from engine.core.tree import TokenTree
 from engine.core.types import ErrorCode, TokenLogprobs
 from engine.native import distributions as native
+from engine.native.walks import Steps, Walks
 from engine.sampling import device_choice
 from engine.sampling.argmax import RowArgMax, argmax_rows
 from engine.sampling.device_choice import NodeChoice, NodeDraws
@@ -26,7 +27,7 @@ from engine.sampling.distributions import is_typical, truncates, truncation, war
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers, rows_to_host
-from engine.verify.coupled import Coupled, follow_all, judge_coupled_natively, judge_greedy, noise_keys
+from engine.verify.coupled import Coupled, depth_keys, follow_all, judge_coupled_natively, judge_greedy, noise_keys
 from engine.verify.errors import InvalidDistributionError
 from engine.verify.forest import Forest
 from engine.verify.registry import create_verifier
@@ -48,11 +49,16 @@ class Judge:
         forest: Forest,
         logits_NV: Float[Tensor, "N V"],
         best: Sequence[RowArgMax] | Sequence[NodeChoice] | None = None,
+        walks: "PassWalks | None" = None,
     ) -> list[Verdict | VerificationFailure]:
         """Return a result for each row's tree, in order. An invalid tree does not affect the others.
 
-        `best` are the rows' arg maxes, or the choices by `node_draws`, if they are known already.
+        `best` are the rows' arg maxes, or the choices by `node_draws`, if they are known already. A pass that made the logits has
+        followed the trees of `walks`.
         """
+        known = [None] * len(rows) if walks is None else walks.verdicts(rows)
+        if None not in known:
+            return known  # type: ignore[return-value]
         one_by_one = _coupled_rule(logits_NV)
         rules = [_rule(row, tree, one_by_one) for row, tree in zip(rows, forest.trees, strict=True)]
         best, choices = _split(_chosen(one_by_one, rows, forest, logits_NV) if best is None else best)
@@ -69,7 +75,8 @@ class Judge:
                 edited_NV = torch.where(has_probs_N1, edited_NV, logits_NV)
         target = _TargetLogits(edited_NV, best, choices)
         judged: list[Verdict | VerificationFailure] = [
-            _PENDING if valid else NOT_FINITE for valid in self._valid_trees(forest, is_valid)
+            verdict or (_PENDING if valid else NOT_FINITE)
+            for verdict, valid in zip(known, self._valid_trees(forest, is_valid), strict=True)
         ]
         for rule in dict.fromkeys(rules):
             indices = [i for i, one in enumerate(rules) if one == rule and judged[i] is _PENDING]
@@ -206,6 +213,68 @@ def node_draws(rows: Sequence[Row], trees: Sequence[TokenTree]) -> NodeDraws:
         temperatures.extend([row.sampling.temperature if is_coupled else 0.0] * tree.num_nodes)
         keys.extend(noise_keys(tree, row.key))
     return NodeDraws(temperatures, keys)
+
+
+@dataclass(frozen=True)
+class PassWalks:
+    """The trees of a step that a pass of the native library follows itself: greedy and coupled ones, without logit edits."""
+
+    indices: tuple[int, ...]  # of their rows
+    walks: Walks
+
+    @property
+    def num_steps(self) -> int:
+        """Complete steps in a row, of those that were to be run; 0 if none were."""
+        return self.walks.steps.num_complete if self.walks.steps else 0
+
+    def verdicts(self, rows: Sequence[Row]) -> list[Verdict | None]:
+        """Return the verdict of each row that the pass has reached. Other rows, and invalid trees, have none."""
+        found: list[Verdict | None] = [None] * len(rows)
+        for index, walked in zip(self.indices, self.walks.paths(), strict=True):
+            if walked is not None:
+                found[index] = _verdict_of(rows[index], walked.path, walked.extra_id)
+        return found
+
+    def chains(self, rows: Sequence[Row], roots: Forest) -> tuple[Forest, list[Verdict | VerificationFailure]]:
+        """Return steps in a row as chains of the tokens that they chose, and the verdicts that accept them."""
+        assert self.walks.steps is not None
+        tokens, path = self.walks.steps.tokens(), tuple(range(self.num_steps))
+        trees = tuple(TokenTree.chain((*row.certain_ids, *ids[:-1])) for row, ids in zip(rows, tokens, strict=True))
+        verdicts = [_verdict_of(row, path, ids[-1]) for row, ids in zip(rows, tokens, strict=True)]
+        return Forest(trees, roots.draft_probs_RV, ((None,) * len(path),) * len(trees)), [*verdicts]
+
+
+def _verdict_of(row: Row, path: tuple[int, ...], extra_id: int) -> Verdict:
+    is_coupled = row.verifier == Coupled.name and not row.sampling.is_greedy
+    return Verdict(path, extra_id, None if is_coupled else float(len(path)))
+
+
+def pass_walks(rows: Sequence[Row], forest: Forest, num_steps: int = 1) -> PassWalks:
+    """Return the trees that a pass of the native library can follow; its logits are those of the forest's nodes.
+
+    With more than one step the trees are roots, and the library can follow all of them.
+    """
+    rules = [_rule(row, tree, _NATIVE_COUPLED) for row, tree in zip(rows, forest.trees, strict=True)]
+    indices = [
+        index
+        for index, (row, rule) in enumerate(zip(rows, rules, strict=True))
+        if rule in (_GREEDY, _NATIVE_COUPLED) and not row.sampling.edits_logits
+    ]
+    chosen, offsets = [rows[index] for index in indices], forest.offsets
+    walks = Walks(
+        trees := [forest.trees[index] for index in indices],
+        [node for index in indices for node in range(offsets[index], offsets[index + 1])],
+        [0.0 if row.sampling.is_greedy else max(row.sampling.temperature, MIN_TEMPERATURE) for row in chosen],
+        [() if row.sampling.is_greedy else depth_keys(tree, row.key) for tree, row in zip(trees, chosen, strict=True)],
+        [truncation(row.sampling) for row in chosen],
+        None if num_steps == 1 else _steps(rows, num_steps),
+    )
+    return PassWalks(tuple(indices), walks)
+
+
+def _steps(rows: Sequence[Row], num_steps: int) -> Steps:
+    slots = [row.slots[row.end : row.end + num_steps - 1] for row in rows]
+    return Steps(num_steps, slots, [row.seed for row in rows], [row.sampling.stop_token_ids for row in rows])
 
 
 def _with_own_expectation(verdict: Verdict, row: Row) -> Verdict:

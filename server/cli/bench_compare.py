@@ -84,7 +84,7 @@ class Run:
     @property
     def block_efficiency(self) -> float:
         """Emitted tokens for each sequence and step."""
-        return sum(step.num_generated_tokens for step in self.steps) / sum(step.num_decoding_rows for step in self.steps)
+        return sum(step.num_generated_tokens for step in self.steps) / sum(step.num_row_steps for step in self.steps)
 
     @property
     def shares(self) -> dict[str, float]:

@@ -129,15 +129,15 @@ class SampleMeter:
     def _on_tokens(self, event: TokenEvent) -> None:
         now_s = self._clock()
         is_decoding = self._first_token_s is not None or event.num_draft_tokens > 0  # else the last step of the prefill
-        if is_decoding:
-            self._metrics.step_tokens.observe(len(event.token_ids))
+        for _ in range(event.num_steps if is_decoding else 0):
+            self._metrics.step_tokens.observe(len(event.token_ids) / event.num_steps)
         if self._first_token_s is None:
             self._first_token_s = now_s
             self._metrics.first_token_s.observe(now_s - self._arrival_s)
         else:
             self._metrics.inter_event_s.observe(now_s - self._last_token_s)
         self._last_token_s = now_s
-        self.num_steps += 1
+        self.num_steps += event.num_steps
 
     def keep(self, num_tokens: int) -> None:
         """Count the tokens of an event that became part of the answer and of its usage."""

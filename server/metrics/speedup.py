@@ -103,17 +103,17 @@ class SpeedupOverPlain:
         So are steps of requests that disable drafting: the policy does not choose for them.
         """
         num_rows = stats.num_decoding_rows
-        feeds_prompt = stats.num_target_tokens != num_rows + stats.num_draft_tokens
+        feeds_prompt = stats.num_target_tokens != stats.num_row_steps + stats.num_draft_tokens
         if not num_rows or feeds_prompt or stats.num_undraftable_rows or stats.step_s <= 0.0:
             return
         block = self._blocks.setdefault(num_rows, _Block())
         is_plain = stats.expansions == {PLAIN.label: num_rows}
-        seconds = block.within_typical(is_plain, stats.step_s)
-        block.num_steps += 1
+        seconds = stats.num_steps * block.within_typical(is_plain, stats.step_s / stats.num_steps)
+        block.num_steps += stats.num_steps
         block.num_tokens += stats.num_generated_tokens
         block.seconds += seconds
         if is_plain:  # plain decoding chooses no tree and feeds no drafter
-            block.num_plain += 1
+            block.num_plain += stats.num_steps
             block.plain_s += seconds * (1.0 - (stats.policy_s + stats.draft_s) / stats.step_s)
         if not block.num_plain and block.num_steps >= _MOST_STEPS:  # nothing decodes plainly here, such as under a fixed tree
             self._blocks[num_rows] = _Block(typical_s=block.typical_s)

@@ -158,7 +158,8 @@ class StepMetrics:
         self._prefix_queries.inc(stats.num_prefix_queries)
         self._prefix_hits.inc(stats.num_prefix_hits)
         self._preemptions.inc(stats.num_preemptions)
-        self._iteration_tokens.observe(stats.num_prompt_tokens + stats.num_generated_tokens)
+        for _ in range(stats.num_steps):
+            self._iteration_tokens.observe((stats.num_prompt_tokens + stats.num_generated_tokens) / stats.num_steps)
         self._on_speculation(stats)
         self._on_policy(stats)
         self._on_seconds(stats)
@@ -189,7 +190,7 @@ class StepMetrics:
             self._accepted_by_source(source).inc(count)
         for position, count in enumerate(stats.accepted_per_depth):
             self._accepted_per_position(str(position)).inc(count)
-        self._row_steps.inc(stats.num_decoding_rows)
+        self._row_steps.inc(stats.num_row_steps)
         self._target_tokens.inc(stats.num_target_tokens)
         self._read_bytes.inc(stats.num_read_bytes)
         self._operations.inc(stats.num_operations)
@@ -197,21 +198,22 @@ class StepMetrics:
         self._expected_rows.inc(stats.num_expected_rows)
         self._realised_tokens.inc(stats.num_realised_tokens)
         for expansion, count in stats.expansions.items():
-            self._expansions(self._bounded(expansion)).inc(count)
+            self._expansions(self._bounded(expansion)).inc(stats.num_steps * count)
 
     def _on_policy(self, stats: StepStats) -> None:
         if stats.policy_reason:
-            self._decisions(stats.policy_reason).inc()
+            self._decisions(stats.policy_reason).inc(stats.num_steps)
         if stats.predicted_s is not None:
             self._predicted_s.inc(stats.predicted_s)
             self._plain_s.inc(stats.predicted_s * stats.predicted_speedup)
             self._actual_s.inc(stats.step_s - stats.policy_s)  # the prediction excludes the policy's own time
 
     def _on_seconds(self, stats: StepStats) -> None:
-        self._steps.inc()
-        self._step_s.observe(stats.step_s)
-        for phase in STAGES:
-            self._phase_s(phase).observe(getattr(stats, f"{phase}_s"))
+        self._steps.inc(stats.num_steps)
+        for _ in range(stats.num_steps):
+            self._step_s.observe(stats.step_s / stats.num_steps)
+            for phase in STAGES:
+                self._phase_s(phase).observe(getattr(stats, f"{phase}_s") / stats.num_steps)
 
     def _bounded(self, expansion: str) -> str:
         """Return the label of an expansion. Clients can request any shape, but the number of series is bounded."""

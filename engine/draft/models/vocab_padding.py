@@ -17,6 +17,7 @@ from engine.attention.packing import PackedBatch
 from engine.attention.paged.table import PagedBatch
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
+from engine.native.walks import Walks
 
 
 class RepaddedModel:
@@ -37,8 +38,11 @@ class RepaddedModel:
         """Whether the model can run passes over tables."""
         return self._model.reads_tables
 
-    def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """As CausalModel.forward. Ids for which only the target has rows are replaced by the model's last id."""
+    def forward(
+        self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"], walks: Walks | None = None
+    ) -> Float[Tensor, "N V"]:
+        """As CausalModel.forward, without walks. Ids for which only the target has rows are replaced by the model's last id."""
+        assert walks is None, "a draft model's tokens are chosen by what grows trees"
         num_rows = self._model.vocab_size
         ids_T, *places = batch.tokens_3T
         known = replace(batch, tokens_3T=np.stack([np.minimum(ids_T, num_rows - 1), *places]))

@@ -7,6 +7,7 @@
 #include "noise.h"
 #include "pass.h"
 #include "ranking.h"
+#include "steps.h"
 #include "team.h"
 #include "truncation.h"
 #include "walk.h"
@@ -36,16 +37,19 @@ void latebranch_sizes(int64_t* sizes) {
   sizes[9] = sizeof(Fed);
   sizes[10] = sizeof(LowRank);
   sizes[11] = sizeof(AdaptedLayer);
-  sizes[12] = kScores;
-  sizes[13] = kShares;
-  sizes[14] = kLayout;
+  sizes[12] = sizeof(Steps);
+  sizes[13] = kScores;
+  sizes[14] = kShares;
+  sizes[15] = kLayout;
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
-  ScratchLease scratch;
-  Run run(*decoder, *pass, *scratch, num_threads);
-  Pool::shared().run(num_threads, [&](Worker& worker) { run.work(worker); });
-  run.finish();
+  decode(*decoder, *pass, num_threads);
+}
+
+// Steps of plain decoding in a row (steps.h). Return the number of complete steps.
+int64_t latebranch_steps(const Decoder* decoder, const Pass* pass, const Steps* steps, int num_threads) {
+  return StepRun(*decoder, *pass, *steps, num_threads).run();
 }
 
 // y [T, out] = layer(x [T, in])
@@ -116,8 +120,9 @@ void latebranch_probs(const float* logits, int64_t vocab_size, const int64_t* ro
 void latebranch_choose(const float* probs, int64_t vocab_size, const int64_t* rows, const uint64_t* keys, int64_t count,
                        double* scores, int64_t* chosen, int num_threads) {
   Pool::shared().run(threads_for(count, num_threads), [&](Worker& worker) {
-    worker.each(count,
-                [&](int64_t i) { choose(probs + rows[i] * vocab_size, vocab_size, keys[i], scores + i, chosen + i); });
+    worker.each(count, [&](int64_t i) {
+      choose(probs + rows[i] * vocab_size, vocab_size, 1.0f, keys[i], scores + i, chosen + i);
+    });
   });
 }
 

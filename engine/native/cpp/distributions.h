@@ -29,21 +29,25 @@ inline void likeliest(const float* logits, int64_t count, float* value, int64_t*
   *token = tokens[first];
 }
 
-// out = softmax(logits / temperature)
-inline void softmax(const float* logits, int64_t count, float inverse_temperature, float* out) {
-  const Floats inverse = spread(inverse_temperature);
-  float value;
-  int64_t token;
-  likeliest(logits, count, &value, &token);
-  const Floats top = spread(value * inverse_temperature);
+// shares = softmax(logits / temperature), but for the factor that is returned. `top` is the largest logit.
+inline float softmax_shares(const float* logits, int64_t count, float inverse_temperature, float top, float* shares) {
+  const Floats inverse = spread(inverse_temperature), largest = spread(top * inverse_temperature);
   Floats total = spread(0.0f);
   for (int64_t i = 0; i < count; i += kLanes) {
     const Mask m = lanes_left(count - i);
-    const Floats e = exponential(inverse * load(m, logits + i) - top);
-    store(out + i, m, e);
+    const Floats e = exponential(inverse * load(m, logits + i) - largest);
+    store(shares + i, m, e);
     total = total + only(m, e);
   }
-  const Floats scale = spread(1.0f / sum(total));
+  return 1.0f / sum(total);
+}
+
+// out = softmax(logits / temperature)
+inline void softmax(const float* logits, int64_t count, float inverse_temperature, float* out) {
+  float top;
+  int64_t token;
+  likeliest(logits, count, &top, &token);
+  const Floats scale = spread(softmax_shares(logits, count, inverse_temperature, top, out));
   for (int64_t i = 0; i < count; i += kLanes) {
     const Mask m = lanes_left(count - i);
     store(out + i, m, load(m, out + i) * scale);

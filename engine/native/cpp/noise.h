@@ -59,16 +59,17 @@ inline void gumbel_noise(uint64_t key, const int64_t* ids, int64_t begin, int64_
 }
 
 // The draw of largest log p + Gumbel noise, which is that of largest p / -log u, and that score; NaN where p has NaN.
+// p = shares x scale.
 //
 // As -log u is at least 1 - u, most draws need no logarithm: those whose p / (1 - u) is below the best so far.
-inline void choose(const float* probs, int64_t count, uint64_t key, double* score, int64_t* chosen) {
+inline void choose(const float* shares, int64_t count, float scale, uint64_t key, double* score, int64_t* chosen) {
   Doubles best = spread(-1.0);
   Integers best_draws = spread64(0);
   Doubles enough = spread(0.0);  // the best ratio of all lanes, less the rounding error
   Mask broken = 0;
   for (int64_t i = 0; i < count; i += kDoubles) {
     const Mask m = lanes_left(count - i);
-    const Doubles p = load_doubles(m, probs + i);
+    const Doubles p = load_doubles(m, shares + i, scale);
     if (!not_zero(p))
       continue;
     const Integers draws = add64(ascending64(), spread64(i));

@@ -11,6 +11,8 @@
 //     next layer
 //     |
 //     rows with requested logits --- norm --- states [num_rows, width] --- head --- logits [num_rows, V]
+//     |
+//     paths of trees whose tokens the logits choose    (walk.h)
 //
 // Each step is a phase of a team of threads (team.h); linear layers are phases of panels and blocks (linear.h). After
 // the last layer's keys and values only the rows with requested states continue ("trimmed").
@@ -28,6 +30,7 @@
 #include "low_rank.h"
 #include "numbers.h"
 #include "team.h"
+#include "walk.h"
 
 namespace latebranch {
 
@@ -139,6 +142,8 @@ struct Pass {
   int64_t is_cached_in_half;
   const AdaptedLayer* const* adapters;  // [T] of a model: the layers of each token's adapter, or null; null if none has
   int64_t most_rank;                    // of the adapters
+  const Walked* walked;                 // trees to follow by the logits, which need `largest`
+  int64_t num_trees;
 };
 
 // The largest logit of a row that a thread has computed.
@@ -272,17 +277,6 @@ class Run {
     output_head(worker, active);
   }
 
-  // When all threads are done: write the likeliest tokens.
-  void finish() {
-    for (int64_t n = 0; p_.largest && n < p_.num_rows; n++) {
-      Largest all;
-      for (const auto& of_thread : s_.largest)
-        all.see(of_thread[n]);
-      p_.largest[n] = all.is_broken ? std::numeric_limits<float>::quiet_NaN() : all.value;
-      p_.likeliest[n] = all.is_broken ? 0 : all.token;
-    }
-  }
-
  private:
   // The tokens of a layer: all, or after the last layer's keys and values only those whose states are requested.
   struct ActiveRows {
@@ -396,6 +390,7 @@ class Run {
     });
     if (p_.largest) {
       logits(worker);
+      choices(worker);
     } else {
       all_outputs(worker, d_.head, s_.inputs, p_.num_rows, p_.logits, false);
     }
@@ -412,6 +407,19 @@ class Run {
       for (int64_t n = panel * kPanel; n < end; n++)
         s_.largest[worker.id][n].see(p_.logits + n * vocab_size + first, first, count);
     });
+  }
+
+  // The likeliest token of each row, and the trees' paths.
+  void choices(Worker& worker) {
+    worker.each(p_.num_rows, [&](int64_t n) {
+      Largest all;
+      for (const auto& of_thread : s_.largest)
+        all.see(of_thread[n]);
+      p_.largest[n] = all.is_broken ? std::numeric_limits<float>::quiet_NaN() : all.value;
+      p_.likeliest[n] = all.is_broken ? 0 : all.token;
+    });
+    const Tops tops{p_.largest, p_.likeliest};
+    worker.each(p_.num_trees, [&](int64_t b) { walk(p_.logits, d_.head.out, *p_.walked, b, tops); });
   }
 
   // Store a token's state after layer l where it is requested.
@@ -676,5 +684,11 @@ class ScratchLease {
  private:
   std::unique_ptr<Scratch> scratch_;
 };
+
+inline void decode(const Decoder& decoder, const Pass& pass, int num_threads) {
+  ScratchLease scratch;
+  Run run(decoder, pass, *scratch, num_threads);
+  Pool::shared().run(num_threads, [&](Worker& worker) { run.work(worker); });
+}
 
 }  // namespace latebranch

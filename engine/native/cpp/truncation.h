@@ -65,15 +65,11 @@ inline float least_kept(const float* shares, int64_t count, double all, const Tr
   return 0.0f;  // not reached: the last floor decides
 }
 
-// The logits, those of dropped tokens replaced by -infinity in `buffer`; unchanged if they make no distribution.
+// The logits, those of dropped tokens replaced by -infinity in `buffer`; unchanged if they make no distribution. `top` is
+// the largest, which is kept.
 inline const float* truncated(const float* logits, int64_t count, float inverse_temperature, const Truncation& by,
-                              std::vector<float>& buffer) {
-  float top;
-  int64_t token;
-  if (by.is_none())
-    return logits;
-  likeliest(logits, count, &top, &token);
-  if (!std::isfinite(top))
+                              float top, std::vector<float>& buffer) {
+  if (by.is_none() || !std::isfinite(top))
     return logits;
   grow(buffer, count + kLanes);
   const Floats inverse = spread(inverse_temperature), largest = spread(top * inverse_temperature);
@@ -92,6 +88,16 @@ inline const float* truncated(const float* logits, int64_t count, float inverse_
     store(buffer.data() + i, m, blend(is_dropped, load(m, logits + i), none));
   }
   return buffer.data();
+}
+
+inline const float* truncated(const float* logits, int64_t count, float inverse_temperature, const Truncation& by,
+                              std::vector<float>& buffer) {
+  if (by.is_none())
+    return logits;
+  float top;
+  int64_t token;
+  likeliest(logits, count, &top, &token);
+  return truncated(logits, count, inverse_temperature, by, top, buffer);
 }
 
 }  // namespace latebranch

@@ -164,8 +164,8 @@ def test_tokens_without_target_row_are_not_drafted(num_rows):
     probs = []
 
     class Seen(RepaddedModel):
-        def forward(self, batch, cache, logit_rows_N):
-            logits_NV = super().forward(batch, cache, logit_rows_N)
+        def forward(self, batch, cache, logit_rows_N, walks=None):
+            logits_NV = super().forward(batch, cache, logit_rows_N, walks)
             probs.append(logits_NV.softmax(-1))
             return logits_NV
 

@@ -33,8 +33,8 @@ class RecordingJudge(Judge):
         super().__init__()
         self.verdicts: list[Verdict] = []
 
-    def judge(self, rows, forest, logits_NV, best=None):
-        verdicts = super().judge(rows, forest, logits_NV, best)
+    def judge(self, rows, forest, logits_NV, best=None, walks=None):
+        verdicts = super().judge(rows, forest, logits_NV, best, walks)
         self.verdicts.extend(verdict for verdict in verdicts if isinstance(verdict, Verdict))
         return verdicts
 
@@ -87,8 +87,8 @@ def test_outcomes_agree_with_predictions(verifier, expansion):
 class OffByOne(RecordingJudge):
     """The depth for the depth + 1."""
 
-    def judge(self, rows, forest, logits_NV, best=None):
-        honest = super().judge(rows, forest, logits_NV, best)
+    def judge(self, rows, forest, logits_NV, best=None, walks=None):
+        honest = super().judge(rows, forest, logits_NV, best, walks)
         return self._kept([structs.replace(one, expected_tokens=one.expected_tokens - 1) for one in honest])
 
     def _kept(self, verdicts):
@@ -99,16 +99,16 @@ class OffByOne(RecordingJudge):
 class OfTheWrongTree(OffByOne):
     """Each tree gets its neighbour's number: the mean over a step is right, but each tree's is wrong."""
 
-    def judge(self, rows, forest, logits_NV, best=None):
-        honest = RecordingJudge.judge(self, rows, forest, logits_NV, best)
+    def judge(self, rows, forest, logits_NV, best=None, walks=None):
+        honest = RecordingJudge.judge(self, rows, forest, logits_NV, best, walks)
         return self._kept([structs.replace(one, expected_tokens=honest[i - 1].expected_tokens) for i, one in enumerate(honest)])
 
 
 class OfTheWholeTree(OffByOne):
     """The deepest path's length, whatever its chances."""
 
-    def judge(self, rows, forest, logits_NV, best=None):
-        honest = RecordingJudge.judge(self, rows, forest, logits_NV, best)
+    def judge(self, rows, forest, logits_NV, best=None, walks=None):
+        honest = RecordingJudge.judge(self, rows, forest, logits_NV, best, walks)
         return self._kept(
             [structs.replace(one, expected_tokens=max(tree.depths) + 1) for one, tree in zip(honest, forest.trees, strict=True)]
         )

@@ -101,13 +101,13 @@ class FirstRootsOnly(Judge):
 class SamplingOfTheFirst(Judge):
     """Uses one row's parameters for all."""
 
-    def judge(self, rows, forest, logits_NV, best=None):
-        return super().judge([structs.replace(row, sampling=rows[-1].sampling) for row in rows], forest, logits_NV, best)
+    def judge(self, rows, forest, logits_NV, best=None, walks=None):
+        return super().judge([structs.replace(row, sampling=rows[-1].sampling) for row in rows], forest, logits_NV, best, walks)
 
 
 class KeyOfTheFirst(Judge):
-    def judge(self, rows, forest, logits_NV, best=None):
-        return super().judge([structs.replace(row, seed=rows[0].seed) for row in rows], forest, logits_NV, best)
+    def judge(self, rows, forest, logits_NV, best=None, walks=None):
+        return super().judge([structs.replace(row, seed=rows[0].seed) for row in rows], forest, logits_NV, best, walks)
 
 
 @pytest.mark.parametrize("mutant", [Indifferent, BrokenTogether, FirstRootsOnly, SamplingOfTheFirst, KeyOfTheFirst])

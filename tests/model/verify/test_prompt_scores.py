@@ -141,8 +141,8 @@ def with_a_broken_probs(engine: Engine) -> Engine:
     """Return the engine with NaN in the last distribution of each chunk of one request's prompt only."""
     forward = engine.target.forward
 
-    def broken(plan, trees, places=(), draws=NO_DRAWS):
-        logits_NV = forward(plan, trees, places, draws).clone()
+    def broken(plan, trees, places=(), draws=NO_DRAWS, walks=None):
+        logits_NV = forward(plan, trees, places, draws, walks).clone()
         first = sum(tree.num_nodes for tree in trees)
         for one in _SCORED_BY(plan, trees):
             first += len(one.token_ids)

@@ -1,6 +1,6 @@
 """A batch that decodes plainly runs without the policy between the policy's own steps."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.choice_cache import CachedChoice
-from engine.core.policy import BatchViews, ExpansionChoice, Reason, StepFeedback
-from engine.core.step_observer import MOST_UNOBSERVED, Ending, PolicySteps
+from engine.core.policy import MOST_UNOBSERVED, BatchViews, ExpansionChoice, Reason, StepFeedback
+from engine.core.step_observer import Ending, PolicySteps
 from engine.core.tree import PLAIN, Expansion
 
 TREE = Expansion(2, 1, 0)
@@ -20,6 +20,7 @@ class Step:
     """A committed step without tensors."""
 
     feedback: StepFeedback
+    num_steps: int = 1
     endings: dict[str, Ending] = field(default_factory=dict)
     logits_NV: Tensor = field(default_factory=lambda: torch.empty(0, 0))
     draft_probs_RV: Tensor = field(default_factory=lambda: torch.empty(0, 0))
@@ -41,15 +42,18 @@ class Counts:
         self.num_observed.append(feedback.num_steps)
 
 
-def ran(policy: PolicySteps, compositions, has_drafted: bool = False) -> list[bool]:
-    """Run a step with each composition; return whether the policy chose."""
+def ran(policy: PolicySteps, compositions, has_drafted: bool = False, most_steps: int = 1) -> list[bool]:
+    """Run a step with each composition, or up to `most_steps` in a row; return whether the policy chose."""
     chose = []
     for composition in compositions:
         views = BatchViews(list, 1, composition)
         chose.append(policy.reused(views) is None)
         if chose[-1]:
             policy.choose(views)
-        policy.after_commit(Step(StepFeedback(0.1, 0.9, False, 1, int(has_drafted), 0, partial(pytest.fail, "read"), tuple)))
+        num_steps = min(most_steps, policy.most_steps)
+        unread = partial(pytest.fail, "read")
+        feedback = StepFeedback(0.1, 0.9, False, 1, int(has_drafted), 0, unread, tuple, num_steps)
+        policy.after_commit(Step(feedback, num_steps))
     return chose
 
 
@@ -61,6 +65,23 @@ def test_plain_steps_run_without_the_policy():
     assert ran(PolicySteps(CachedChoice(counts)), [7] * 20) == [True, *[False] * 7] * 2 + [True, *[False] * 3]
     assert counts.num_choices == 1
     assert counts.num_observed == [8, 8], "the account of probes gets every step, the last four later"
+
+
+@pytest.mark.parametrize(("most_steps", "chose"), [(3, [True, False, False]), (5, [True, False]), (8, [True]), (100, [True])])
+def test_steps_in_a_row_count_as_many(most_steps, chose):
+    """A run is no longer than the steps that do not need the policy, and the account of probes gets all its steps."""
+    counts = Counts(replace(PLAINLY, num_steps=24))
+    assert ran(PolicySteps(CachedChoice(counts)), [7] * len(chose * 5), most_steps=most_steps) == chose * 5
+    assert counts.num_choices == 2, "a choice is for 24 steps: the fourth eight begin with the second"
+    assert set(counts.num_observed) == {8}
+
+
+def test_runs_beyond_choice_are_detected(monkeypatch):
+    """The mutant: a run counts as one step."""
+    monkeypatch.setattr(Step, "num_steps", property(lambda step: 1, lambda step, value: None), raising=False)
+    counts = Counts(PLAINLY)
+    ran(PolicySteps(CachedChoice(counts)), [7] * 12, most_steps=3)
+    assert counts.num_choices == 1
 
 
 @pytest.mark.parametrize(

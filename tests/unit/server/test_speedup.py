@@ -107,6 +107,20 @@ def test_plain_steps_lose_the_policys_seconds():
     assert 0.985 < lower < 0.99 < upper < 0.995
 
 
+def test_plain_steps_in_a_row_count_singly():
+    """The bug: several plain steps in a row are neither a prompt nor one long, interrupted step."""
+    single, found = SpeedupOverPlain(), SpeedupOverPlain()
+    steps = [one for one in Server(1.5).steps(20_000) if one.num_draft_tokens or one.num_decoding_rows == 1]
+    for stats in steps:
+        single.on_step(stats)
+        if stats.num_draft_tokens:
+            found.on_step(stats)
+            continue
+        sums = {name: 5 * getattr(stats, name) for name in ("num_generated_tokens", "num_target_tokens", "step_s", "policy_s")}
+        found.on_step(structs.replace(stats, num_steps=5, **sums))
+    assert 0.9 * single.interval().estimate < found.interval().estimate < single.interval().estimate
+
+
 def test_nothing_is_known_without_plain_steps():
     server = Server(1.5)
     found = SpeedupOverPlain()
