@@ -15,8 +15,9 @@ from engine.core.step_plan import Feeding, Row
 from engine.core.tree import ROOT
 from engine.core.types import Request
 from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, RequestFollower, TrimmedVocabulary
+from engine.draft.text.matching import CachedDistribution
 from engine.draft.text.mixture import extended_vocabulary, mixtures, vocabulary_of
-from engine.draft.text.text_cache import CachedDistribution, TextCache
+from engine.draft.text.text_cache import TextCache
 from engine.draft.text.text_drafter import DrafterWithTextCache, distributions_at
 from engine.draft.trees.native_growth import HasNativeGrower, NativeTreeGrower
 

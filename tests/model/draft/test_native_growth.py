@@ -26,7 +26,6 @@ from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import adopt
 from engine.model.linear_backends import NATIVE
-from engine.native.growth import Growing
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import learnt_head, random_head
@@ -281,26 +280,37 @@ def test_trees_of_other_rows_are_noticed(monkeypatch, mutant):
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
 
-def unknown_share_a_column(self, distribution, column_of_unknown):
-    return honest_columns(self, distribution, dict.fromkeys(column_of_unknown, len(self._vocab.ids_M)))
+def of_nothing_sure(row):
+    if row.texts is not None:
+        row.texts.sure = 1.0
+    return row
 
 
-honest_columns = native_growth._TextPredictions._columns
+def of_no_texts(row):
+    return replace(row, texts=None)
 
 
-def nothing_is_sure(self, known, is_sure, unknown):
-    return honest_round(self, known, [False] * len(is_sure), unknown)
+def without_the_prediction(row):
+    if row.texts is not None:
+        row.texts.prediction = None
+    return row
 
 
-honest_round = Growing.round
+def of_the_text_before(row):
+    if row.texts is not None:
+        row.texts.num_tokens -= 1
+    return row
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "mutant"),
-    [(native_growth._TextPredictions, "_columns", unknown_share_a_column), (Growing, "round", nothing_is_sure)],
-)
-def test_wrong_sequence_updates_are_detected(monkeypatch, where, name, mutant):
-    monkeypatch.setattr(where, name, mutant)
+def of_longer_matches(row):
+    if row.texts is not None:
+        row.texts.least += 1
+    return row
+
+
+@pytest.mark.parametrize("mutant", [of_nothing_sure, of_no_texts, without_the_prediction, of_the_text_before, of_longer_matches])
+def test_trees_of_other_texts_are_noticed(monkeypatch, mutant):
+    monkeypatch.setattr(native_growth, "_native_row", lambda *args: mutant(native_row(*args)))
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
 
