@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.native import library
 from engine.native.distributions import KeptTokens
+from engine.native.texts import NativeTexts
 from engine.utils.host_transfer import as_longs
 
 IS_RATHER_CACHED, IS_PREDICTED = 1, 2  # bits of a token's origin (ranked_tree.h)
@@ -48,7 +49,7 @@ class RankedRow:
     temperature: float
     sharpness: float
     truncation: KeptTokens
-    texts: library.RequestTexts | None = None
+    texts: NativeTexts | None = None
 
 
 class FedRow(NamedTuple):
@@ -197,5 +198,5 @@ def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> l
         temperature=row.temperature,
         sharpness=row.sharpness,
         truncation=row.truncation,
-        texts=None if row.texts is None else ctypes.addressof(row.texts),
+        texts=None if row.texts is None else ctypes.addressof(row.texts.structure),
     )

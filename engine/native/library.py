@@ -202,7 +202,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "latebranch_free_texts": ([c_void_p], None),
     "latebranch_begin_text": ([c_void_p, c_void_p, c_int64], None),
     "latebranch_append_text": ([c_void_p, c_void_p, c_int64], None),
-    "latebranch_learn_texts": ([POINTER(RequestTexts), c_int64, c_void_p], None),
+    "latebranch_learn_text": ([POINTER(RequestTexts)], c_int64),
     "latebranch_continue_text": ([POINTER(RequestTexts), c_int64, *[c_void_p] * 3, POINTER(c_double)], c_int64),
 }
 

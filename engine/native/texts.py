@@ -1,9 +1,8 @@
 """Cached text in the library (texts.h): trees of texts by context, what is learned from committed tokens, and predictions."""
 
 import ctypes
-from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.native import library
 from engine.utils.host_transfer import as_longs
@@ -49,45 +48,55 @@ def no_rates() -> library.Numbers:
     return library.empty_array("d", _NUM_RATES)
 
 
-def request_texts(
-    prediction: object,
-    prompt: object,
-    output: object,
-    recent: Sequence[object],
-    tokens: Sequence[int],
-    num_new: int,
-    least: int,
-    rates: library.Numbers,
-    sure: float,
-) -> library.RequestTexts:
-    """Return the texts of a request. The trees are NativeTrees or None; they and `rates` must outlive the structure."""
-    numbers = as_longs(tokens)
-    structure = library.RequestTexts(
-        *(_handle(prediction), _handle(prompt), _handle(output), (ctypes.c_void_p * 2)(*map(_handle, recent))),
-        *(least, library.address_of(rates), sure, library.address_of(numbers), len(numbers), num_new),
-    )
-    structure.keeps = numbers
-    return structure
+class NativeTexts:
+    """The texts of a request. `structure` is for the library.
 
+    `trees` are its prediction, prompt and output, NativeTrees or None. Matches outside the prediction have at least `least`
+    tokens. `rates` are shared by all requests. A source is sure from the confidence `sure` on.
+    """
 
-def learn(requests: Sequence[library.RequestTexts]) -> list[bool]:
-    """Learn the new tokens of requests. Return whether a source is sure of the token after each."""
-    is_sure = array("B", bytes(len(requests)))
-    structures = (library.RequestTexts * len(requests))(*requests)
-    library.library().latebranch_learn_texts(structures, len(requests), library.address_of(is_sure))
-    return [*map(bool, is_sure)]
+    def __init__(self, trees: Sequence[object], least: int, rates: library.Numbers, sure: float) -> None:
+        self._kept = (trees, rates)
+        self._recent: tuple[object, ...] = ()
+        self.structure = library.RequestTexts(
+            *(_handle(tree) for tree in trees), least=least, rates=library.address_of(rates), sure=sure
+        )
+        self._learn = library.library().latebranch_learn_text
 
+    @property
+    def recent(self) -> tuple[Any, ...]:
+        """The trees of its tenant's recent texts, at most 2."""
+        return self._recent
 
-def continuation(request: library.RequestTexts, most: int = _MOST_TOKENS) -> Continuation:
-    """Return the distribution of the token after a request's tokens."""
-    tokens, probs, is_predicted = (library.empty_array(kind, most) for kind in "qdB")
-    confidence = ctypes.c_double()
-    count = library.library().latebranch_continue_text(
-        *(ctypes.byref(request), most, *map(library.address_of, (tokens, probs, is_predicted))), ctypes.byref(confidence)
-    )
-    if count > most:
-        return continuation(request, count)
-    return Continuation(tokens[:count].tolist(), probs[:count].tolist(), is_predicted[:count].tolist(), confidence.value)
+    @recent.setter
+    def recent(self, trees: tuple[Any, ...]) -> None:
+        if trees != self._recent:
+            self._recent = trees
+            self.structure.recent[:] = [*map(_handle, trees), None, None][:2]
+
+    def set_tokens(self, tokens: Sequence[int], num_new: int = 0) -> None:
+        """Set the last tokens, of which the last `num_new` are not learned yet."""
+        structure = self.structure
+        self._tokens = numbers = as_longs(tokens)
+        structure.tokens, structure.num_tokens, structure.num_new = library.address_of(numbers), len(numbers), num_new
+
+    def learn_last(self, tokens: Sequence[int], num_new: int) -> bool:
+        """Learn the last `num_new` of these tokens. Return whether a source is sure of the token after them."""
+        self.set_tokens(tokens, num_new)
+        return bool(self._learn(ctypes.byref(self.structure)))
+
+    def continuation(self, tokens: Sequence[int], most: int = _MOST_TOKENS) -> Continuation:
+        """Return the distribution of the token after these tokens."""
+        self.set_tokens(tokens)
+        found, probs, is_predicted = (library.empty_array(kind, most) for kind in "qdB")
+        confidence = ctypes.c_double()
+        count = library.library().latebranch_continue_text(
+            *(ctypes.byref(self.structure), most, *map(library.address_of, (found, probs, is_predicted))),
+            ctypes.byref(confidence),
+        )
+        if count > most:
+            return self.continuation(tokens, count)
+        return Continuation(found[:count].tolist(), probs[:count].tolist(), is_predicted[:count].tolist(), confidence.value)
 
 
 def _handle(tree: object) -> int | None:

@@ -59,44 +59,41 @@ class TextTree(Protocol):
         ...
 
 
-class TextSources(NamedTuple):
-    """The trees that a request may draft from. Prompt and output are matched as one text."""
+class RequestTexts(Protocol):
+    """The texts of one request: its prediction, prompt and output, of which none need exist, and `recent` texts of its tenant.
 
-    prediction: TextTree | None = None
-    prompt: TextTree | None = None
-    output: TextTree | None = None
-    recent: tuple[TextTree, ...] = ()
+    Prompt and output are matched as one text.
+    """
 
+    recent: tuple[TextTree, ...]
 
-class NewTokens(NamedTuple):
-    """Committed tokens to learn: those of a history from `first` to `end`."""
+    def learn(self, history: Sequence[int], first: int, end: int) -> bool:
+        """Learn the committed tokens of a history from `first` to `end`, each with the matches before it. Add them to the output.
 
-    sources: TextSources
-    history: Sequence[int]
-    first: int
-    end: int
+        Return whether a source is confident of the token after them.
+        """
+        ...
+
+    def distribution(self, tokens: Sequence[int]) -> CachedDistribution | None:
+        """Return the distribution after these tokens, of which the last MAX_CONTEXT are read; None without a match."""
+        ...
 
 
 class TextMatcher(Protocol):
-    """Learns texts and predicts tokens by them. `new_tree` makes the trees of its sources."""
+    """Makes the texts of requests, which share the observed confidence, and the trees of texts."""
 
     def new_tree(self) -> TextTree:
         """Return a tree without texts."""
         ...
 
-    def learn(self, requests: Sequence[NewTokens]) -> list[bool]:
-        """Learn the tokens of requests, each with the matches before it, and add them to the outputs.
-
-        Return for each request whether a source is confident of the token after them.
-        """
-        ...
-
-    def distribution(self, sources: TextSources, tokens: Sequence[int]) -> CachedDistribution | None:
-        """Return the distribution after these tokens, of which the last MAX_CONTEXT are read; None without a match."""
+    def texts_of(
+        self, prediction: TextTree | None = None, prompt: TextTree | None = None, output: TextTree | None = None
+    ) -> RequestTexts:
+        """Return the texts of a request."""
         ...
 
 
-def matcher_of(min_tokens: int) -> "NativeMatcher | PythonMatcher":
+def matcher_of(min_tokens: int) -> TextMatcher:
     """Return the fastest matcher. Matches outside predictions have at least `min_tokens` tokens."""
     return NativeMatcher(min_tokens) if library.is_available() else PythonMatcher(min_tokens)
 
@@ -108,35 +105,29 @@ class NativeMatcher:
 
     def __init__(self, min_tokens: int) -> None:
         self._min_tokens = min_tokens
-        self._rates = texts.no_rates()
+        self.rates = texts.no_rates()
 
-    def texts_of(self, sources: TextSources, tokens: Sequence[int], num_new: int = 0) -> library.RequestTexts:
-        """Return a request's texts for the library, before the last `num_new` of these tokens are learned."""
-        return texts.request_texts(*sources, tokens, num_new, self._min_tokens, self._rates, SURE_CONFIDENCE)
+    def texts_of(
+        self, prediction: TextTree | None = None, prompt: TextTree | None = None, output: TextTree | None = None
+    ) -> "NativeTexts":
+        """Return the texts of a request."""
+        return NativeTexts((prediction, prompt, output), self._min_tokens, self.rates, SURE_CONFIDENCE)
 
-    def learn(self, requests: Sequence[NewTokens]) -> list[bool]:
-        """Learn the tokens of requests."""
-        return texts.learn(
-            [
-                self.texts_of(sources, history[max(0, first - MAX_CONTEXT) : end], end - first)
-                for sources, history, first, end in requests
-            ]
-        )
 
-    def distribution(self, sources: TextSources, tokens: Sequence[int]) -> CachedDistribution | None:
+class NativeTexts(texts.NativeTexts):
+    """The texts of a request in the library."""
+
+    def learn(self, history: Sequence[int], first: int, end: int) -> bool:
+        """Learn the committed tokens of a history from `first` to `end`."""
+        return self.learn_last(history[max(0, first - MAX_CONTEXT) : end], end - first)
+
+    def distribution(self, tokens: Sequence[int]) -> CachedDistribution | None:
         """Return the distribution after these tokens."""
-        found = texts.continuation(self.texts_of(sources, tokens))
+        found = self.continuation(tokens)
         if not found.token_ids:
             return None
         predicted = frozenset(token_id for token_id, is_predicted in zip(found.token_ids, found.is_predicted) if is_predicted)
         return CachedDistribution(dict(zip(found.token_ids, found.probs)), found.confidence, predicted)
-
-
-class _SourceMatch(NamedTuple):
-    """A match in one source."""
-
-    source: TextSource
-    match: Match
 
 
 class PythonMatcher:
@@ -148,38 +139,54 @@ class PythonMatcher:
         self._min_tokens = min_tokens
         self.agreement = Agreement()
 
-    def learn(self, requests: Sequence[NewTokens]) -> list[bool]:
-        """Learn the tokens of requests."""
-        for sources, history, first, end in requests:
-            for position in range(first, end):
-                for source, match in self._matches(sources, _ending(history, position)):
-                    self.agreement.observe(source, match, history[position])
-                if sources.output is not None:
-                    sources.output.extend(history[position : position + 1])
-        return [
-            self._is_sure(self._matches(one.sources, one.history[max(0, one.end - MAX_CONTEXT) : one.end])) for one in requests
-        ]
+    def texts_of(
+        self, prediction: TextTree | None = None, prompt: TextTree | None = None, output: TextTree | None = None
+    ) -> "PythonTexts":
+        """Return the texts of a request."""
+        return PythonTexts(self.agreement, self._min_tokens, prediction, prompt, output)
 
-    def distribution(self, sources: TextSources, tokens: Sequence[int]) -> CachedDistribution | None:
+
+class _SourceMatch(NamedTuple):
+    """A match in one source."""
+
+    source: TextSource
+    match: Match
+
+
+@dataclass(slots=True)
+class PythonTexts:
+    """The texts of a request in Python. A single matching token is informative in a prediction, but hardly in other sources."""
+
+    agreement: Agreement
+    min_tokens: int
+    prediction: TextTree | None
+    prompt: TextTree | None
+    output: TextTree | None
+    recent: tuple[TextTree, ...] = ()
+
+    def learn(self, history: Sequence[int], first: int, end: int) -> bool:
+        """Learn the committed tokens of a history from `first` to `end`."""
+        for position in range(first, end):
+            for source, match in self._matches(_ending(history, position)):
+                self.agreement.observe(source, match, history[position])
+            if self.output is not None:
+                self.output.extend(history[position : position + 1])
+        return any(self.agreement.confidence(*one) >= SURE_CONFIDENCE for one in self._matches(_ending(history, end)))
+
+    def distribution(self, tokens: Sequence[int]) -> CachedDistribution | None:
         """Return the distribution after these tokens."""
-        matches = self._matches(sources, tokens)
+        matches = self._matches(tokens)
         return mixture([(*one, self.agreement.confidence(*one)) for one in matches]) if matches else None
 
-    def _is_sure(self, matches: Sequence[_SourceMatch]) -> bool:
-        return any(self.agreement.confidence(source, match) >= SURE_CONFIDENCE for source, match in matches)
-
-    def _matches(self, sources: TextSources, tokens: Sequence[int]) -> list[_SourceMatch]:
-        """Return each source's match. A single matching token is informative in a prediction, but hardly in other sources."""
-        prediction, prompt, output, recent = sources
-
+    def _matches(self, tokens: Sequence[int]) -> list[_SourceMatch]:
         def match(tree: TextTree | None, min_length: int) -> Match | None:
             return tree.match(tokens, min_length=min_length) if isinstance(tree, ContextTree) else None
 
-        own = [one for tree in (prompt, output) if (one := match(tree, self._min_tokens)) is not None]
+        own = [one for tree in (self.prompt, self.output) if (one := match(tree, self.min_tokens)) is not None]
         found = [
-            (TextSource.PREDICTION, match(prediction, 1)),
+            (TextSource.PREDICTION, match(self.prediction, 1)),
             (TextSource.OWN, merged(*own) if len(own) == 2 else own[0] if own else None),
-            *((TextSource.RECENT, match(tree, self._min_tokens)) for tree in recent),
+            *((TextSource.RECENT, match(tree, self.min_tokens)) for tree in self.recent),
         ]
         return [_SourceMatch(source, one) for source, one in found if one is not None]
 

@@ -10,20 +10,10 @@ from dataclasses import dataclass, replace
 from engine.core.step_plan import Row, SamplingContext
 from engine.core.types import Request
 from engine.draft.text.edited import may_suppress
-from engine.draft.text.matching import (
-    SURE_CONFIDENCE,
-    CachedDistribution,
-    NativeMatcher,
-    NewTokens,
-    PythonMatcher,
-    TextSources,
-    TextTree,
-    matcher_of,
-)
+from engine.draft.text.matching import SURE_CONFIDENCE, CachedDistribution, NativeTexts, RequestTexts, matcher_of
 from engine.draft.text.recent_texts import RecentLimits, RecentTexts
 from engine.draft.text.suffix_counts import MAX_CONTEXT
 from engine.draft.text.text_index import Indexer, TextIndex, text_with_context
-from engine.native.library import RequestTexts
 
 MAX_INDEXED_PER_STEP = 512  # tokens of all texts: a few milliseconds in Python, and as fast as prompts are prefilled
 _LEARNED_TOGETHER = 8  # tokens of a request that is not queried
@@ -32,19 +22,17 @@ _NO_RECENT_TEXTS = RecentLimits()
 
 @dataclass(slots=True)
 class _TrackedRequest:
-    """A live request: its history, which only grows, and the indexes of its texts.
+    """A live request: its history, which only grows, and its texts, which contain the first `num_learned` tokens of the history.
 
-    `output` is the request's own and contains the first `num_learned` tokens of the history. It is None if the request may not
-    draft from its own tokens. `prompt` and `prediction` are indexed in turns and may be shared. While a request `is_queried`,
+    The `indexes` of its prompt and its prediction are filled in turns and may be shared. While a request `is_queried`,
     its tokens are learned in each step, else several together. `is_sure`: whether a source was confident of the token after
     `num_sure` tokens.
     """
 
     request: Request
     history: Sequence[int]
-    prediction: TextIndex | None
-    prompt: TextIndex | None
-    output: TextTree | None
+    texts: RequestTexts
+    indexes: Sequence[TextIndex | None]
     num_learned: int
     num_sure: int = -1
     is_sure: bool = False
@@ -70,7 +58,7 @@ class TextCache:
 
     def __init__(self, min_tokens: int = 2, recent: RecentLimits = _NO_RECENT_TEXTS, has_own_texts: bool = True) -> None:
         self.has_own_texts = has_own_texts
-        self._matcher: NativeMatcher | PythonMatcher = matcher_of(min_tokens)
+        self._matcher = matcher_of(min_tokens)
         self._indexer = Indexer(self._matcher.new_tree)
         self._recent = RecentTexts(recent if has_own_texts else _NO_RECENT_TEXTS, self._indexer)
         self._tracked: dict[str, _TrackedRequest] = {}
@@ -92,7 +80,9 @@ class TextCache:
             prompt = self._indexer.index_of(tenant, text_with_context((), prompt_ids))
             output = self._matcher.new_tree()
             output.begin(prompt_ids[-MAX_CONTEXT:])
-        return _TrackedRequest(request, history, prediction, prompt, output, len(prompt_ids))
+        indexes = (prediction, prompt)
+        own = self._matcher.texts_of(*(None if index is None else index.tree for index in indexes), output)
+        return _TrackedRequest(request, history, own, indexes, len(prompt_ids))
 
     def end(self, request_id: str) -> None:
         """Stop tracking a request and store its output for its tenant."""
@@ -109,7 +99,7 @@ class TextCache:
         was not queried then counts as queried. For a queried request without new tokens a long chain may always start.
         """
         self._indexer.advance(MAX_INDEXED_PER_STEP)
-        may_start_chain, grown, new, num_left = False, [], [], MAX_INDEXED_PER_STEP
+        may_start_chain, num_left = False, MAX_INDEXED_PER_STEP
         for request_id in running if self._tracked else ():
             one = self._tracked.get(request_id)
             if one is None or not (one.is_queried or one.num_unlearned >= _LEARNED_TOGETHER):
@@ -119,19 +109,15 @@ class TextCache:
                 continue
             first, one.num_learned = one.num_learned, min(len(one.history), one.num_learned + num_left)
             num_left -= one.num_learned - first
-            grown.append(one)
-            new.append(NewTokens(self._sources_of(one), one.history, first, one.num_learned))
+            one.is_sure, one.num_sure = self._texts_of(one).learn(one.history, first, one.num_learned), one.num_learned
             # The next token is learned too, since a match that is used must be observed.
             one.is_queried = one.num_unlearned > 0 or not is_queried
-        for one, one.is_sure in zip(grown, self._matcher.learn(new) if new else (), strict=True):
-            one.num_sure = one.num_learned
             may_start_chain = may_start_chain or (one.is_sure and one.is_free and not one.num_unlearned)
         return may_start_chain
 
-    def _sources_of(self, tracked: _TrackedRequest) -> TextSources:
-        prediction = None if tracked.prediction is None else tracked.prediction.tree
-        prompt = None if tracked.prompt is None else tracked.prompt.tree
-        return TextSources(prediction, prompt, tracked.output, self._recent.trees_of(tracked.request.tenant))
+    def _texts_of(self, tracked: _TrackedRequest) -> RequestTexts:
+        tracked.texts.recent = self._recent.trees_of(tracked.request.tenant)
+        return tracked.texts
 
     def distribution_after(self, row: Row, path_ids: Sequence[int]) -> CachedDistribution | None:
         """Return the distribution after a row's committed tokens and a drafted path, or None without a match.
@@ -140,25 +126,29 @@ class TextCache:
         not counted as continuations. A row of a request that is not tracked (in tests and tools) has its own tokens alone, which
         are then indexed for each call.
         """
-        return self._distribution(self._queried_sources(row), row.sampling_context(tuple(path_ids)))
+        own = self._queried_texts(row)
+        return None if own is None else self._distribution(own, row.sampling_context(tuple(path_ids)))
 
-    def native_texts(self, row: Row) -> RequestTexts | None:
+    def native_texts(self, row: Row) -> NativeTexts | None:
         """Return the texts of a row's request for the library, which grows its tree; None without any."""
-        assert isinstance(self._matcher, NativeMatcher)
-        sources = self._queried_sources(row)
-        return self._matcher.texts_of(sources, row.history[-MAX_CONTEXT:]) if any(sources) else None
+        own = self._queried_texts(row)
+        if own is None:
+            return None
+        assert isinstance(own, NativeTexts)
+        own.set_tokens(row.history[-MAX_CONTEXT:])
+        return own
 
-    def _queried_sources(self, row: Row) -> TextSources:
+    def _queried_texts(self, row: Row) -> RequestTexts | None:
         tracked = self._tracked.get(row.request_id)
         if tracked is not None:
             tracked.is_queried = True
-            return self._sources_of(tracked)
+            return self._texts_of(tracked)
         if not self.has_own_texts:
-            return TextSources()
+            return None
         output = self._matcher.new_tree()
         output.begin()
         output.extend(row.history)
-        return TextSources(output=output)
+        return self._matcher.texts_of(output=output)
 
     def distributions_after(self, places: Iterable[tuple[Row, Sequence[int]]]) -> list[CachedDistribution | None]:
         """Return the distributions at the nodes of one round: after the committed tokens of a row and a drafted path each."""
@@ -174,10 +164,10 @@ class TextCache:
         if tracked is None or not self.can_start_chain(request_id):
             return 0
         path_ids: tuple[int, ...] = ()
-        probability, sources = 1.0, self._sources_of(tracked)
+        probability, own = 1.0, self._texts_of(tracked)
         while len(path_ids) < max_tokens:
             context = SamplingContext(tracked.request.sampling, tracked.history, len(tracked.request.prompt_ids), path_ids)
-            distribution = self._distribution(sources, context)
+            distribution = self._distribution(own, context)
             if distribution is None or not distribution.is_sure:
                 break
             probability *= distribution.confidence
@@ -194,12 +184,11 @@ class TextCache:
         if tracked is None or tracked.num_unlearned:
             return False
         if tracked.num_sure != (end := tracked.num_learned):
-            (tracked.is_sure,) = self._matcher.learn([NewTokens(self._sources_of(tracked), tracked.history, end, end)])
-            tracked.num_sure = end
+            tracked.is_sure, tracked.num_sure = self._texts_of(tracked).learn(tracked.history, end, end), end
         return tracked.is_sure
 
-    def _distribution(self, sources: TextSources, context: SamplingContext) -> CachedDistribution | None:
-        distribution = self._matcher.distribution(sources, [*context.history[-MAX_CONTEXT:], *context.path_ids])
+    def _distribution(self, own: RequestTexts, context: SamplingContext) -> CachedDistribution | None:
+        distribution = own.distribution([*context.history[-MAX_CONTEXT:], *context.path_ids])
         if distribution is None:
             return None
         num_generated = len(context.history) - context.num_prompt_tokens + len(context.path_ids)

@@ -21,8 +21,8 @@ from engine.verify.forest import Forest
 
 T = TypeVar("T")
 
-FROM_MODEL = Origin(DraftSource.MODEL, False)
-_NO_CANDIDATES: Mapping[int, ChildCandidates] = MappingProxyType({})
+_FROM_MODEL = Origin(DraftSource.MODEL, False)
+NO_CANDIDATES: Mapping[int, ChildCandidates] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
     return Growth(
         forest=Forest(trees, no_distributions(vocab_size, device), ((None,),) * num_trees),
         fed=(frozenset(),) * num_trees,
-        candidates=(_NO_CANDIDATES,) * num_trees,
+        candidates=(NO_CANDIDATES,) * num_trees,
         sources=((),) * num_trees,
         draft_probs=((),) * num_trees,
         rounds=(0,) * num_trees,
@@ -95,7 +95,7 @@ def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
 
 def origins_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, Origin]]) -> tuple[Origin, ...]:
     """Return the origin of each node's token, without the root."""
-    return lookup_by_path(tree, origins, FROM_MODEL) if origins else (FROM_MODEL,) * (tree.num_nodes - 1)
+    return lookup_by_path(tree, origins, _FROM_MODEL) if origins else (_FROM_MODEL,) * (tree.num_nodes - 1)
 
 
 def lookup_by_path(tree: TokenTree, by_path: Mapping[tuple[int, ...], Mapping[int, T]], default: T) -> tuple[T, ...]:

@@ -7,30 +7,30 @@ engine.draft.trees.grow.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from engine.core.enums import DraftSource, Origin
+from engine.core.enums import DraftSource
 from engine.core.step_plan import Row
 from engine.core.tree import FREE_GROWTH, TokenTree, TreeKind
 from engine.draft.drafter import ModelPasses, TrimmedVocabulary
 from engine.draft.text.text_cache import TextCache
 from engine.draft.trees.best_first import PRIOR_CONTINUED, PRIOR_EXPANDED
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
-from engine.draft.trees.grower import FROM_MODEL, Growth, NodeValues, no_distributions
+from engine.draft.trees.grower import NO_CANDIDATES, Growth, NodeValues, no_distributions
 from engine.draft.trees.sampling import RANKED_KINDS, ChildCandidates
 from engine.native.growth import IS_PREDICTED, IS_RATHER_CACHED, GrownTree, GrownTrees, Offers, RankedRow
-from engine.native.library import RequestTexts
+from engine.native.texts import NativeTexts
 from engine.sampling.distributions import is_typical, ranking_params, ranking_temperature, truncation
 from engine.structured_output.masks import GrammarMasks
 from engine.verify.forest import Forest
 
-# By the library's number.
-_ORIGINS = {
-    0: FROM_MODEL,
-    IS_RATHER_CACHED: Origin(DraftSource.CACHE, True),
-    IS_PREDICTED: Origin(DraftSource.PREDICTION, False),
-    IS_PREDICTED + IS_RATHER_CACHED: Origin(DraftSource.PREDICTION, True),
+# By the library's number of a token's origin.
+_SOURCES = {
+    0: DraftSource.MODEL,
+    IS_RATHER_CACHED: DraftSource.CACHE,
+    IS_PREDICTED: DraftSource.PREDICTION,
+    IS_PREDICTED + IS_RATHER_CACHED: DraftSource.PREDICTION,
 }
 
 
@@ -60,25 +60,14 @@ class NativeTreeGrower:
         passes = [ModelPasses.one(one.num_tokens, one.num_queried, self.fed_only_share) for one in fed if one.num_tokens]
         grown = iter(zip(drafting, trees, strict=True))
         of_rows = [
-            _RowGrowth.single(row) if row.expansion.is_plain else _row_growth(*next(grown), proposals)
+            _RowGrowth(TokenTree.single(row.certain_ids[-1])) if row.expansion.is_plain else _row_growth(*next(grown), proposals)
             for row in rows
             if row.is_decoding
         ]
-        return Growth(
-            forest=Forest(
-                tuple(one.tree for one in of_rows),
-                no_distributions(self.vocab.size, self.vocab.ids_M.device),
-                tuple((None,) * one.tree.num_nodes for one in of_rows),
-            ),
-            fed=tuple(one.fed for one in of_rows),
-            candidates=tuple(one.candidates for one in of_rows),
-            sources=tuple(one.sources for one in of_rows),
-            draft_probs=tuple(one.draft_probs for one in of_rows),
-            rounds=tuple(one.num_rounds for one in of_rows),
-            node_values=tuple(one.node_values for one in of_rows),
-            num_rounds=len(fed),
-            passes=sum(passes, start=ModelPasses()),
-        )
+        trees_of_rows, *columns = zip(*of_rows, strict=True)
+        no_probs = no_distributions(self.vocab.size, self.vocab.ids_M.device)
+        forest = Forest(trees_of_rows, no_probs, tuple([(None,) * tree.num_nodes for tree in trees_of_rows]))
+        return Growth(forest, *columns, num_rounds=len(fed), passes=sum(passes, start=ModelPasses()))
 
 
 @runtime_checkable
@@ -96,21 +85,16 @@ def _is_supported(row: Row) -> bool:
     return is_top_ranked and not (row.sampling.edits_logits or is_typical(ranking_params(row.sampling)))
 
 
-@dataclass(frozen=True, slots=True)
-class _RowGrowth:
-    """The part of a Growth that belongs to one row."""
+class _RowGrowth(NamedTuple):
+    """The part of a Growth that belongs to one row, in the order of its fields."""
 
     tree: TokenTree
     fed: frozenset[int] = frozenset()
-    candidates: Mapping[int, ChildCandidates] = field(default_factory=dict)
+    candidates: Mapping[int, ChildCandidates] = NO_CANDIDATES
     sources: tuple[DraftSource, ...] = ()
+    draft_probs: tuple[float, ...] = ()
     num_rounds: int = 0
     node_values: NodeValues | None = None
-    draft_probs: tuple[float, ...] = ()
-
-    @classmethod
-    def single(cls, row: Row) -> "_RowGrowth":
-        return cls(TokenTree.single(row.certain_ids[-1]))
 
 
 def _row_growth(row: Row, grown: GrownTree, proposals: Offers) -> _RowGrowth:
@@ -118,15 +102,15 @@ def _row_growth(row: Row, grown: GrownTree, proposals: Offers) -> _RowGrowth:
     for node in grown.by_age:
         draws[grown.parents[node]].append(node)
     tree = TokenTree(grown.parents, (row.certain_ids[-1], *grown.token_ids[1:]), tuple(map(tuple, draws)))
-    fed = frozenset(node for node, keeps in enumerate(grown.keeps_slot) if keeps)
-    of_nodes = [_ORIGINS[origin] for origin in grown.origins]
-    sources = tuple(origin.source for origin in of_nodes)
+    fed = frozenset([node for node, keeps in enumerate(grown.keeps_slot) if keeps])
+    sources = tuple([_SOURCES[origin] for origin in grown.origins])
     candidates = _LazyCandidates(proposals, grown.offers)
     draft_probs = _draft_probs(tree, candidates) if row.is_traced else ()
     if row.expansion.is_delayed:  # the calibrations do not learn from chains
-        return _RowGrowth(tree, fed, {}, sources, grown.num_rounds, draft_probs=draft_probs)
-    values = NodeValues(grown.chances[1:], grown.given_parent[1:], tuple(origin.is_rather_cached for origin in of_nodes))
-    return _RowGrowth(tree, fed, candidates, sources, grown.num_rounds, values, draft_probs)
+        return _RowGrowth(tree, fed, NO_CANDIDATES, sources, draft_probs, grown.num_rounds)
+    are_cached = tuple([origin & IS_RATHER_CACHED > 0 for origin in grown.origins])
+    values = NodeValues(grown.chances[1:], grown.given_parent[1:], are_cached)
+    return _RowGrowth(tree, fed, candidates, sources, draft_probs, grown.num_rounds, values)
 
 
 def _draft_probs(tree: TokenTree, candidates: Mapping[int, ChildCandidates]) -> tuple[float, ...]:
@@ -158,7 +142,7 @@ class _LazyCandidates(Mapping[int, ChildCandidates]):
         return sum(index >= 0 for index in self._indices)
 
 
-def _native_row(row: Row, calibration: RuleCalibration, texts: RequestTexts | None = None) -> RankedRow:
+def _native_row(row: Row, calibration: RuleCalibration, texts: NativeTexts | None = None) -> RankedRow:
     """Return a row's parameters for the library. A chain is a tree of one child a node, grown without costs."""
     expansion = row.expansion
     growth_costs = FREE_GROWTH if expansion.is_delayed else row.growth_costs

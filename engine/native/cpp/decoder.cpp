@@ -202,11 +202,8 @@ void latebranch_append_text(ContextTree* tree, const int64_t* tokens, int64_t co
     tree->append(tokens[i]);
 }
 
-// Learn the new tokens of requests; `is_sure`: whether a source is sure of the token after each.
-void latebranch_learn_texts(const RequestTexts* requests, int64_t count, uint8_t* is_sure) {
-  for (int64_t i = 0; i < count; i++)
-    is_sure[i] = learn(requests[i]);
-}
+// Learn a request's new tokens. Return whether a source is sure of the token after them.
+int64_t latebranch_learn_text(const RequestTexts* texts) { return learn(*texts); }
 
 // The continuation of a request's texts: `tokens`, `probs` and whether the client predicted them, of the first `most`;
 // and its confidence. Return the number of all tokens.

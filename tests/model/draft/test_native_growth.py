@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import adopt
 from engine.model.linear_backends import NATIVE
+from engine.native import library
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import learnt_head, random_head
@@ -280,37 +282,26 @@ def test_trees_of_other_rows_are_noticed(monkeypatch, mutant):
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
 
-def of_nothing_sure(row):
-    if row.texts is not None:
-        row.texts.sure = 1.0
-    return row
+TEXT_MUTANTS: dict[str, Callable[[library.RequestTexts], dict[str, Any]]] = {
+    "nothing sure": lambda own: {"sure": 1.0},
+    "no prompt": lambda own: {"prompt": None},
+    "no prediction": lambda own: {"prediction": None},
+    "the text before": lambda own: {"num_tokens": own.num_tokens - 1},
+    "longer matches": lambda own: {"least": own.least + 1},
+}
 
 
-def of_no_texts(row):
-    return replace(row, texts=None)
-
-
-def without_the_prediction(row):
-    if row.texts is not None:
-        row.texts.prediction = None
-    return row
-
-
-def of_the_text_before(row):
-    if row.texts is not None:
-        row.texts.num_tokens -= 1
-    return row
-
-
-def of_longer_matches(row):
-    if row.texts is not None:
-        row.texts.least += 1
-    return row
-
-
-@pytest.mark.parametrize("mutant", [of_nothing_sure, of_no_texts, without_the_prediction, of_the_text_before, of_longer_matches])
+@pytest.mark.parametrize("mutant", TEXT_MUTANTS.values(), ids=TEXT_MUTANTS)
 def test_trees_of_other_texts_are_noticed(monkeypatch, mutant):
-    monkeypatch.setattr(native_growth, "_native_row", lambda *args: mutant(native_row(*args)))
+    def of_other_texts(*args):
+        row = native_row(*args)
+        other = copy(row.texts)
+        other.structure = library.RequestTexts.from_buffer_copy(row.texts.structure)
+        for name, value in mutant(other.structure).items():
+            setattr(other.structure, name, value)
+        return replace(row, texts=other)
+
+    monkeypatch.setattr(native_growth, "_native_row", of_other_texts)
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
 

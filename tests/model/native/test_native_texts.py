@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from engine.core.types import Request
 from engine.draft.text import text_cache
 from engine.draft.text.agreement import Agreement
-from engine.draft.text.matching import CachedDistribution, NativeMatcher, NewTokens, PythonMatcher, TextSources, TextTree
+from engine.draft.text.matching import CachedDistribution, NativeMatcher, PythonMatcher, TextTree
 from engine.draft.text.recent_texts import RecentLimits
 from engine.draft.text.suffix_counts import MAX_CONTEXT
 from engine.draft.text.text_cache import TextCache
-from engine.native import texts
+from engine.native.texts import NativeTexts
 from tests.model.native_models import needs_library
 from tests.unit.draft.test_texts import row_of
 
@@ -36,16 +36,17 @@ def tree_of(make: Callable[[], TextTree], several: Sequence[Part]) -> TextTree:
 def outcomes(matcher: NativeMatcher | PythonMatcher, sources: dict[str, Any], new: list[list[int]], read: list[list[int]]) -> Any:
     """Learn tokens of a request, some at a time. Return what is predicted after every part of them and of other texts."""
     made: dict[str, Any] = {name: tree_of(matcher.new_tree, several) for name, several in sources.items()}
-    all_sources = TextSources(made["prediction"], made["prompt"], made["output"], (made["young"], made["old"]))
+    several = matcher.texts_of(made["prediction"], made["prompt"], made["output"])
     history: list[int] = [token_id for part in sources["output"][-1:] for token_id in part[1]]
     found: list[Any] = []
-    for token_ids in new:
+    for number, token_ids in enumerate(new):
+        several.recent = (made["young"], made["old"])[: number + 1]
         first = len(history)
         history += token_ids
-        found.append(matcher.learn([NewTokens(all_sources, history, first, len(history))]))
-        found += [matcher.distribution(all_sources, [*history[-MAX_CONTEXT:], *path]) for path in read]
-    for some in (TextSources(), all_sources._replace(prompt=None), all_sources._replace(prediction=None, recent=())):
-        found += [matcher.distribution(some, path) for path in read]
+        found.append(several.learn(history, first, len(history)))
+        found += [several.distribution([*history[-MAX_CONTEXT:], *path]) for path in read]
+    few = matcher.texts_of(None, made["prompt"], made["output"])
+    found += [one.distribution(path) for one in (several, few, matcher.texts_of()) for path in read]
     return [[*one.probs.items(), one.confidence, one.predicted] if isinstance(one, CachedDistribution) else one for one in found]
 
 
@@ -86,12 +87,13 @@ _observe = Agreement.observe
     [
         (Agreement, "observe", of_doubled_decay),
         (Agreement, "observe", lambda agreement, source, match, token_id: _observe(agreement, source, match, token_id + 1)),
-        (texts, "request_texts", lambda *args: _request_texts(*args[:1], None, *args[2:])),
-        (texts, "request_texts", lambda *args: _request_texts(*args[:3], args[3][:1], *args[4:])),
-        (texts, "request_texts", lambda *args: _request_texts(None, *args[1:])),
-        (texts, "request_texts", lambda *args: _request_texts(*args[:6], args[6] + 1, *args[7:])),
-        (texts, "request_texts", lambda *args: _request_texts(*args[:4], args[4][:-1], *args[5:])),
-        (texts, "request_texts", lambda *args: _request_texts(*args[:5], max(0, args[5] - 1), *args[6:])),
+        (NativeMatcher, "texts_of", lambda matcher, *own: _texts_of(matcher, None, *own[1:])),
+        (NativeMatcher, "texts_of", lambda matcher, *own: _texts_of(matcher, *own[:1], *own[2:])),
+        (NativeMatcher, "texts_of", lambda matcher, *own: _texts_of(matcher, *own[1::-1], *own[2:])),
+        (NativeTexts, "recent", property(lambda own: (), lambda own, trees: None)),
+        (NativeTexts, "recent", property(lambda own: own._recent, lambda own, trees: _set_recent(own, trees[:1]))),
+        (NativeTexts, "set_tokens", lambda own, tokens, num_new=0: _set_tokens(own, tokens[:-1], max(0, num_new - 1))),
+        (NativeTexts, "set_tokens", lambda own, tokens, num_new=0: _set_tokens(own, tokens, max(0, num_new - 1))),
     ],
 )
 def test_comparison_notices_another_matcher(monkeypatch, where, name, mutant):
@@ -101,7 +103,7 @@ def test_comparison_notices_another_matcher(monkeypatch, where, name, mutant):
         check(SOURCES, NEW, READ, 2)
 
 
-_request_texts = texts.request_texts
+_texts_of, _set_tokens, _set_recent = NativeMatcher.texts_of, NativeTexts.set_tokens, NativeTexts.recent.fset
 
 steps = st.lists(
     st.one_of(
@@ -149,6 +151,6 @@ def test_caches_of_both_matchers_are_equal(several):
 def test_continuation_longer_than_the_buffer_is_whole():
     matcher = NativeMatcher(1)
     tree = tree_of(matcher.new_tree, [([], [token_id for follower in range(1, 3000) for token_id in (0, follower)])])
-    found = matcher.distribution(TextSources(prompt=tree), [0])
+    found = matcher.texts_of(prompt=tree).distribution([0])
     assert found is not None
     assert list(found.probs) == [*range(1, 3000)]

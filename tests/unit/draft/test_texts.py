@@ -1,6 +1,7 @@
 """The sources of a request's drafts: its own text, its prediction, its tenant's outputs; how they are mixed and trusted."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine.core.tree import PLAIN
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.draft.text import text_cache as texts
 from engine.draft.text.agreement import Agreement, TextSource
-from engine.draft.text.matching import CachedDistribution, NativeMatcher, NewTokens, PythonMatcher, mixture
+from engine.draft.text.matching import CachedDistribution, NativeMatcher, PythonMatcher, PythonTexts, mixture
 from engine.draft.text.recent_texts import RecentLimits, RecentTexts
 from engine.draft.text.suffix_counts import Match
 from engine.draft.text.text_cache import TextCache
@@ -190,7 +191,7 @@ def num_unindexed(cache: TextCache) -> int:
 
 def indexes_of(cache: TextCache) -> list[TextIndex]:
     """Return the indexes of prompts and predictions, each once."""
-    found = (index for one in cache._tracked.values() for index in (one.prompt, one.prediction) if index is not None)
+    found = (index for one in cache._tracked.values() for index in one.indexes if index is not None)
     return list({id(index): index for index in found}.values())
 
 
@@ -293,7 +294,8 @@ def rates_of(cache: TextCache) -> dict[Any, Any]:
     """Return what a cache has learnt: agreed and observed by source, class of lengths and class of shares."""
     if isinstance(cache._matcher, PythonMatcher):
         return cache._matcher.agreement._rates
-    pairs = zip(*[iter(cache._matcher._rates)] * 2, strict=True)
+    assert isinstance(cache._matcher, NativeMatcher)
+    pairs = zip(*[iter(cache._matcher.rates)] * 2, strict=True)
     classes = product(TextSource, range(10), range(5))
     return {one: pair for one, pair in zip(classes, pairs, strict=True) if pair[1]}
 
@@ -394,30 +396,28 @@ def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
     assert rates_of(cache) == expected._rates
 
 
-_learn = PythonMatcher.learn
+_learn = PythonTexts.learn
 
 
-def learns_after_the_token(matcher: PythonMatcher, requests: Sequence[NewTokens]) -> list[bool]:
+def learns_after_the_token(own: PythonTexts, history: Sequence[int], first: int, end: int) -> bool:
     """Let each token predict itself."""
-    for sources, history, first, end in requests:
-        assert sources.output is not None
-        sources.output.extend(history[first:end])
-    return _learn(matcher, [one._replace(sources=one.sources._replace(output=None)) for one in requests])
+    assert own.output is not None
+    own.output.extend(history[first:end])
+    return _learn(replace(own, output=None), history, first, end)
 
 
-def learns_without_the_prompt(matcher: PythonMatcher, requests: Sequence[NewTokens]) -> list[bool]:
-    return _learn(matcher, [one._replace(sources=one.sources._replace(prompt=None)) for one in requests])
-
-
-def skips_the_first_token(matcher: PythonMatcher, requests: Sequence[NewTokens]) -> list[bool]:
-    return _learn(matcher, [one._replace(first=min(one.first + 1, one.end)) for one in requests])
-
-
-@pytest.mark.parametrize("mutant", [learns_after_the_token, learns_without_the_prompt, skips_the_first_token])
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        learns_after_the_token,
+        lambda own, history, first, end: _learn(replace(own, prompt=None), history, first, end),
+        lambda own, history, first, end: _learn(own, history, min(first + 1, end), end),
+    ],
+)
 def test_teaching_kills(mutant, monkeypatch):
     monkeypatch.setattr(texts, "matcher_of", PythonMatcher)
     steps: Steps = [([0], False), ([0], True), ([1, 0, 1], True), ([0], False)]
     check_teaching([0, 1], steps, 1)
-    monkeypatch.setattr(PythonMatcher, "learn", mutant)
+    monkeypatch.setattr(PythonTexts, "learn", mutant)
     with pytest.raises(AssertionError):
         check_teaching([0, 1], steps, 1)
