@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.native import library
 from engine.native.distributions import KeptTokens
-from engine.native.texts import NativeTexts
+from engine.native.texts import TextsHandle
 from engine.utils.host_transfer import as_longs
 
 IS_RATHER_CACHED, IS_PREDICTED = 1, 2  # bits of a token's origin (ranked_tree.h)
@@ -49,7 +49,7 @@ class RankedRow:
     temperature: float
     sharpness: float
     truncation: KeptTokens
-    texts: NativeTexts | None = None
+    texts: TextsHandle | None = None
 
 
 class FedRow(NamedTuple):

@@ -146,7 +146,7 @@ class Fed(Structure):
     _fields_ = (("num_tokens", c_int64), ("num_queried", c_int64))
 
 
-class RequestTexts(Structure):
+class RequestTextsStructure(Structure):
     """The texts of a request, and the tokens at the end of its history."""
 
     _fields_ = (
@@ -174,7 +174,7 @@ class Walked(Structure):
 
 # In the order in which the library reports their sizes.
 _MIRRORED: tuple[type[Structure], ...] = (
-    *(Linear, Layer, Decoder, Pass, RankedRowStructure, RequestTexts, Walked, FeaturesStructure, FedRowStructure, Fed),
+    *(Linear, Layer, Decoder, Pass, RankedRowStructure, RequestTextsStructure, Walked, FeaturesStructure, FedRowStructure, Fed),
     *(LowRankStructure, AdaptedLayer),
 )
 
@@ -202,8 +202,8 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "latebranch_free_texts": ([c_void_p], None),
     "latebranch_begin_text": ([c_void_p, c_void_p, c_int64], None),
     "latebranch_append_text": ([c_void_p, c_void_p, c_int64], None),
-    "latebranch_learn_text": ([POINTER(RequestTexts)], c_int64),
-    "latebranch_continue_text": ([POINTER(RequestTexts), c_int64, *[c_void_p] * 3, POINTER(c_double)], c_int64),
+    "latebranch_learn_text": ([POINTER(RequestTextsStructure)], c_int64),
+    "latebranch_continue_text": ([POINTER(RequestTextsStructure), c_int64, *[c_void_p] * 3, POINTER(c_double)], c_int64),
 }
 
 # The instruction sets that the library is compiled for, best first.

@@ -48,7 +48,7 @@ def no_rates() -> library.Numbers:
     return library.empty_array("d", _NUM_RATES)
 
 
-class NativeTexts:
+class TextsHandle:
     """The texts of a request. `structure` is for the library.
 
     `trees` are its prediction, prompt and output, NativeTrees or None. Matches outside the prediction have at least `least`
@@ -58,7 +58,7 @@ class NativeTexts:
     def __init__(self, trees: Sequence[object], least: int, rates: library.Numbers, sure: float) -> None:
         self._kept = (trees, rates)
         self._recent: tuple[object, ...] = ()
-        self.structure = library.RequestTexts(
+        self.structure = library.RequestTextsStructure(
             *(_handle(tree) for tree in trees), least=least, rates=library.address_of(rates), sure=sure
         )
         self._learn = library.library().latebranch_learn_text

@@ -114,7 +114,7 @@ class NativeMatcher:
         return NativeTexts((prediction, prompt, output), self._min_tokens, self.rates, SURE_CONFIDENCE)
 
 
-class NativeTexts(texts.NativeTexts):
+class NativeTexts(texts.TextsHandle):
     """The texts of a request in the library."""
 
     def learn(self, history: Sequence[int], first: int, end: int) -> bool:

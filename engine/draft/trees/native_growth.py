@@ -20,7 +20,7 @@ from engine.draft.trees.calibration import Calibrations, RuleCalibration
 from engine.draft.trees.grower import NO_CANDIDATES, Growth, NodeValues, no_distributions
 from engine.draft.trees.sampling import RANKED_KINDS, ChildCandidates
 from engine.native.growth import IS_PREDICTED, IS_RATHER_CACHED, GrownTree, GrownTrees, Offers, RankedRow
-from engine.native.texts import NativeTexts
+from engine.native.texts import TextsHandle
 from engine.sampling.distributions import is_typical, ranking_params, ranking_temperature, truncation
 from engine.structured_output.masks import GrammarMasks
 from engine.verify.forest import Forest
@@ -142,7 +142,7 @@ class _LazyCandidates(Mapping[int, ChildCandidates]):
         return sum(index >= 0 for index in self._indices)
 
 
-def _native_row(row: Row, calibration: RuleCalibration, texts: NativeTexts | None = None) -> RankedRow:
+def _native_row(row: Row, calibration: RuleCalibration, texts: TextsHandle | None = None) -> RankedRow:
     """Return a row's parameters for the library. A chain is a tree of one child a node, grown without costs."""
     expansion = row.expansion
     growth_costs = FREE_GROWTH if expansion.is_delayed else row.growth_costs

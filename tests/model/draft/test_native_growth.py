@@ -282,7 +282,7 @@ def test_trees_of_other_rows_are_noticed(monkeypatch, mutant):
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
 
-TEXT_MUTANTS: dict[str, Callable[[library.RequestTexts], dict[str, Any]]] = {
+TEXT_MUTANTS: dict[str, Callable[[library.RequestTextsStructure], dict[str, Any]]] = {
     "nothing sure": lambda own: {"sure": 1.0},
     "no prompt": lambda own: {"prompt": None},
     "no prediction": lambda own: {"prediction": None},
@@ -296,7 +296,7 @@ def test_trees_of_other_texts_are_noticed(monkeypatch, mutant):
     def of_other_texts(*args):
         row = native_row(*args)
         other = copy(row.texts)
-        other.structure = library.RequestTexts.from_buffer_copy(row.texts.structure)
+        other.structure = library.RequestTextsStructure.from_buffer_copy(row.texts.structure)
         for name, value in mutant(other.structure).items():
             setattr(other.structure, name, value)
         return replace(row, texts=other)

@@ -14,7 +14,7 @@ from engine.draft.text.matching import CachedDistribution, NativeMatcher, Python
 from engine.draft.text.recent_texts import RecentLimits
 from engine.draft.text.suffix_counts import MAX_CONTEXT
 from engine.draft.text.text_cache import TextCache
-from engine.native.texts import NativeTexts
+from engine.native.texts import TextsHandle
 from tests.model.native_models import needs_library
 from tests.unit.draft.test_texts import row_of
 
@@ -90,10 +90,10 @@ _observe = Agreement.observe
         (NativeMatcher, "texts_of", lambda matcher, *own: _texts_of(matcher, None, *own[1:])),
         (NativeMatcher, "texts_of", lambda matcher, *own: _texts_of(matcher, *own[:1], *own[2:])),
         (NativeMatcher, "texts_of", lambda matcher, *own: _texts_of(matcher, *own[1::-1], *own[2:])),
-        (NativeTexts, "recent", property(lambda own: (), lambda own, trees: None)),
-        (NativeTexts, "recent", property(lambda own: own._recent, lambda own, trees: _set_recent(own, trees[:1]))),
-        (NativeTexts, "set_tokens", lambda own, tokens, num_new=0: _set_tokens(own, tokens[:-1], max(0, num_new - 1))),
-        (NativeTexts, "set_tokens", lambda own, tokens, num_new=0: _set_tokens(own, tokens, max(0, num_new - 1))),
+        (TextsHandle, "recent", property(lambda own: (), lambda own, trees: None)),
+        (TextsHandle, "recent", property(lambda own: own._recent, lambda own, trees: _set_recent(own, trees[:1]))),
+        (TextsHandle, "set_tokens", lambda own, tokens, num_new=0: _set_tokens(own, tokens[:-1], max(0, num_new - 1))),
+        (TextsHandle, "set_tokens", lambda own, tokens, num_new=0: _set_tokens(own, tokens, max(0, num_new - 1))),
     ],
 )
 def test_comparison_notices_another_matcher(monkeypatch, where, name, mutant):
@@ -103,7 +103,7 @@ def test_comparison_notices_another_matcher(monkeypatch, where, name, mutant):
         check(SOURCES, NEW, READ, 2)
 
 
-_texts_of, _set_tokens, _set_recent = NativeMatcher.texts_of, NativeTexts.set_tokens, NativeTexts.recent.fset
+_texts_of, _set_tokens, _set_recent = NativeMatcher.texts_of, TextsHandle.set_tokens, TextsHandle.recent.fset
 
 steps = st.lists(
     st.one_of(
