@@ -16,7 +16,7 @@ from engine.core.step_plan import Row
 from engine.core.tree import TokenTree
 
 _DECAY = 0.999  # of the weight of past nodes for each new node
-_FIT_BATCH = 16  # observations of AgreementWeights
+_FIT_BATCH = (16, 64)  # least and most observations of a fit of AgreementWeights, else an eighth of those before
 
 
 class RankAcceptance:
@@ -113,6 +113,7 @@ class AgreementWeights:
         self.log_prob_weight, self.noise_weight = self._START  # a and b
         self._information_WW = self._PRIOR_INFORMATION * np.eye(2)
         self._observations: list[_Observation] = []  # since the last step
+        self._num_fitted = 0
 
     @property
     def sharpness(self) -> float:
@@ -141,7 +142,8 @@ class AgreementWeights:
         The last of the best tokens represents all others, so that misses count against the first tokens.
         """
         self._observations.append(_Observation(probs, noise, temperature, len(probs) - 1 if index is None else index))
-        if len(self._observations) == _FIT_BATCH:
+        if len(self._observations) == min(max(_FIT_BATCH[0], self._num_fitted // 8), _FIT_BATCH[1]):
+            self._num_fitted += len(self._observations)
             self._fit()
 
     def _fit(self) -> None:
