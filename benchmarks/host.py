@@ -30,7 +30,7 @@ from engine.trace.stats import Stopwatch
 from server.settings import load_settings
 
 _OF_HEAD = "latebranch_decode of a draft head"
-_PASSES = {"target's pass": ("latebranch_decode", "latebranch_steps"), "draft passes": ("latebranch_grow_round", _OF_HEAD)}
+_PASSES = {"target's pass": ("latebranch_decode", "latebranch_steps"), "draft passes": ("latebranch_grow", _OF_HEAD)}
 _LOOPS = "loops of verification"
 _OF_VERIFICATION = ("latebranch_likeliest", "latebranch_walk", "latebranch_probs", "latebranch_choose")
 _STAGES = ("follow", "choose", "plan", "draft", "forward", "verify", "trace", "commit", "learn", "report")

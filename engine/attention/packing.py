@@ -7,10 +7,11 @@ attention is a few batched products. Shape key: T query tokens, L keys, W tail k
     keys of a segment   [ earlier context: visible to every query | tail: visible by tail_visible_TW ]
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from typing import Any
 
 import msgspec
@@ -159,15 +160,20 @@ class PackedBatch:
     @cached_property
     def flat(self) -> FlatSegments:
         """The segments end to end."""
-        segments = self.segments
-        num_keys, num_tails = [segment.num_keys for segment in segments], [len(segment.tail_positions) for segment in segments]
-        num_seen = [segment.num_tokens * num for segment, num in zip(segments, num_tails, strict=True)]
-        table = [self.starts, *([*accumulate(counts, initial=0)] for counts in (num_keys, num_tails, num_seen))]
+        keys, tails, seen = array("q"), array("q"), bytearray()
+        firsts_of_keys, firsts_of_tails, firsts_of_seen = [0], [0], [0]
+        for segment in self.segments:
+            keys.extend(as_longs(segment.key_slots))
+            tails.extend(segment.tail_positions)
+            seen += segment.tail_visible_TW.tobytes()
+            firsts_of_keys.append(len(keys))
+            firsts_of_tails.append(len(tails))
+            firsts_of_seen.append(len(seen))
         return FlatSegments(
-            table=np.array(table, dtype=np.int64),
-            key_slots=np.frombuffer(bytearray().join([as_longs(segment.key_slots) for segment in segments]), dtype=np.int64),
-            tail_positions=np.array([*chain.from_iterable(segment.tail_positions for segment in segments)], dtype=np.int64),
-            seen=np.frombuffer(bytearray().join([segment.tail_visible_TW.tobytes() for segment in segments]), dtype=np.uint8),
+            table=np.array((self.starts, firsts_of_keys, firsts_of_tails, firsts_of_seen), dtype=np.int64),
+            key_slots=np.frombuffer(keys, dtype=np.int64),
+            tail_positions=np.frombuffer(tails, dtype=np.int64),
+            seen=np.frombuffer(seen, dtype=np.uint8),
         )
 
 

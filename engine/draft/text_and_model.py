@@ -15,8 +15,9 @@ from engine.core.step_plan import Feeding, Row
 from engine.core.tree import ROOT
 from engine.core.types import Request
 from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, RequestFollower, TrimmedVocabulary
+from engine.draft.text.matching import CachedDistribution
 from engine.draft.text.mixture import extended_vocabulary, mixtures, vocabulary_of
-from engine.draft.text.text_cache import CachedDistribution, TextCache
+from engine.draft.text.text_cache import TextCache
 from engine.draft.text.text_drafter import DrafterWithTextCache, distributions_at
 from engine.draft.trees.native_growth import HasNativeGrower, NativeTreeGrower
 
@@ -39,26 +40,27 @@ class CombinedDrafter(DrafterWithTextCache):
         self.name = f"{model.name}+ngram" if texts.has_own_texts else model.name
         self.feeding = model.feeding
         self.model = model
+        self._follower = model if isinstance(model, RequestFollower) else None  # found once: checking a protocol is slow
         self._vocab_size = vocab_size
         self._device = device
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
         """Track a request."""
         super().begin(request, history)
-        if isinstance(self.model, RequestFollower):
-            self.model.begin(request, history)
+        if self._follower is not None:
+            self._follower.begin(request, history)
 
     def advance(self, running: Iterable[str]) -> bool:
         """Learn the committed tokens of these requests; return whether a long chain may start after one of them."""
         running = [*running]
-        model_has_news = isinstance(self.model, RequestFollower) and self.model.advance(running)
+        model_has_news = self._follower is not None and self._follower.advance(running)
         return super().advance(running) or model_has_news
 
     def end(self, request_id: str) -> None:
         """Stop tracking a request."""
         super().end(request_id)
-        if isinstance(self.model, RequestFollower):
-            self.model.end(request_id)
+        if self._follower is not None:
+            self._follower.end(request_id)
 
     def native_grower(self) -> NativeTreeGrower | None:
         """Return the model's grower of ranked trees, with cached text added."""

@@ -146,6 +146,7 @@ class RankedRowStructure(Structure):
         ("shares", c_void_p),
         *((name, c_double) for name in ("temperature", "sharpness")),
         ("truncation", c_double * 3),
+        ("texts", c_void_p),
     )
 
 
@@ -165,19 +166,23 @@ class Fed(Structure):
     _fields_ = (("num_tokens", c_int64), ("num_queried", c_int64))
 
 
-class Predictions(Structure):
-    """Cached text's predictions at the frontier's nodes."""
+class RequestTextsStructure(Structure):
+    """The texts of a request, and the tokens at the end of its history."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("firsts", "columns", "odds", "chances", "is_sure", "unknown")),
-        ("num_unknown", c_int64),
-        ("is_rather_cached", c_void_p),
+        *((name, c_void_p) for name in ("prediction", "prompt", "output")),
+        ("recent", c_void_p * 2),
+        ("least", c_int64),
+        ("rates", c_void_p),
+        ("sure", c_double),
+        ("tokens", c_void_p),
+        *((name, c_int64) for name in ("num_tokens", "num_new")),
     )
 
 
 # In the order in which the library reports their sizes.
 _MIRRORED: tuple[type[Structure], ...] = (
-    *(Linear, Layer, Decoder, Pass, RankedRowStructure, Predictions, Walked, FeaturesStructure, FedRowStructure, Fed),
+    *(Linear, Layer, Decoder, Pass, RankedRowStructure, RequestTextsStructure, Walked, FeaturesStructure, FedRowStructure, Fed),
     *(LowRankStructure, AdaptedLayer, StepsStructure),
 )
 
@@ -196,12 +201,18 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "latebranch_rank": ([c_void_p, c_int64, c_int64, *[c_void_p] * 5, c_int64, *[c_void_p] * 3, c_int], None),
     "latebranch_mix": ([c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p], None),
     "latebranch_grow": (
-        [POINTER(Decoder), c_void_p, POINTER(RankedRowStructure), c_int64, POINTER(FedRowStructure), c_int64, c_int64],
-        c_void_p,
+        [
+            *(POINTER(Decoder), c_void_p, POINTER(RankedRowStructure), c_int64, POINTER(FedRowStructure), c_int64, c_int64),
+            *(POINTER(Pass), c_int64, *[c_void_p] * 7, POINTER(Fed), c_int),
+        ],
+        c_int64,
     ),
-    "latebranch_grow_round": ([c_void_p, POINTER(Predictions), POINTER(Pass), c_void_p, c_int64, POINTER(Fed), c_int], c_int64),
-    "latebranch_grown": ([*[c_void_p] * 4, c_int64, *[c_void_p] * 3], None),
-    "latebranch_end_growth": ([c_void_p], None),
+    "latebranch_new_texts": ([], c_void_p),
+    "latebranch_free_texts": ([c_void_p], None),
+    "latebranch_begin_text": ([c_void_p, c_void_p, c_int64], None),
+    "latebranch_append_text": ([c_void_p, c_void_p, c_int64], None),
+    "latebranch_learn_text": ([POINTER(RequestTextsStructure)], c_int64),
+    "latebranch_continue_text": ([POINTER(RequestTextsStructure), c_int64, *[c_void_p] * 3, POINTER(c_double)], c_int64),
 }
 
 # The instruction sets that the library is compiled for, best first.

@@ -1,10 +1,8 @@
 """Statistics of a step, and the feedback that a policy learns from."""
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import msgspec
 from jaxtyping import Float
@@ -13,7 +11,7 @@ from torch import Tensor
 from engine.core.policy import DraftOutcome, ExpansionChoice, NodeChances, StepFeedback, StepWork
 from engine.core.step_observer import Ending
 from engine.core.step_plan import Row, StepPlan
-from engine.core.tree import ROOT, Expansion, TokenTree
+from engine.core.tree import ROOT, TokenTree
 from engine.core.types import DraftSource, FinishReason, StepStats
 from engine.draft.drafter import ModelPasses
 from engine.draft.trees.grower import NodeValues
@@ -205,26 +203,40 @@ def _work_of(record: StepRecord) -> StepWork:
     )
 
 
-def _counted(sources: Iterable[Iterable[DraftSource]]) -> dict[str, int]:
-    return {source.value: count for source, count in Counter(chain.from_iterable(sources)).items()}
-
-
-def _by_label(expansions: Sequence[Expansion]) -> dict[str, int]:
-    """Return the counts by label. Equal objects are grouped first, since creating a label is slow."""
-    distinct, counts = {id(one): one for one in expansions}, Counter[str]()
-    for key, count in Counter(map(id, expansions)).items():
-        counts[distinct[key].label] += count
-    return dict(counts)
+def _count(counts: dict[str, int], sources: Iterable[DraftSource]) -> None:
+    for source in sources:
+        counts[source.value] = counts.get(source.value, 0) + 1
 
 
 def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepStats:
-    """Return the step's statistics. Gauges are the scheduler's state after the step."""
+    """Return the step's statistics. Gauges are the scheduler's state after the step.
+
+    One loop, because Python functions that ran before the target's pass are slow: the pass has emptied the processor's caches.
+    """
     laps, rows, num_steps = record.laps, record.plan.rows, record.num_steps
     num_target_tokens = num_steps * record.num_target_tokens
-    drafted = [outcome for outcome in record.outcomes if outcome.num_drafted]
-    accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
-    verdicts = [outcome.verdict for outcome in record.outcomes if isinstance(outcome.verdict, Verdict)]
-    predicted = [(one.expected_tokens, len(one.path)) for one in verdicts if one.expected_tokens is not None]
+    num_draft_tokens = num_undraftable = num_expected = num_realised = 0
+    expected_tokens, accepted = 0.0, list[int]()
+    labels: dict[int, str] = {}  # of equal objects, since creating a label is slow
+    expansions: dict[str, int] = {}
+    drafted_by_source: dict[str, int] = {}
+    accepted_by_source: dict[str, int] = {}
+    num_drafts = 0
+    for outcome in record.outcomes:
+        expansion, num_drafted, expected = outcome.row.expansion, outcome.num_drafted, outcome.expected_tokens
+        if (label := labels.get(id(expansion))) is None:
+            label = labels[id(expansion)] = expansion.label
+        expansions[label] = expansions.get(label, 0) + 1
+        num_undraftable += not outcome.row.allows_drafts
+        if expected is not None and isinstance(outcome.verdict, Verdict):
+            num_expected, num_realised = num_expected + 1, num_realised + len(outcome.verdict.path)
+            expected_tokens += expected
+        if num_drafted:
+            num_drafts, num_draft_tokens = num_drafts + 1, num_draft_tokens + num_drafted
+            _count(drafted_by_source, outcome.sources)
+            _count(accepted_by_source, outcome.accepted_sources)
+            if outcome.emission:
+                accepted.append(outcome.emission.num_accepted)
     return StepStats(
         step=record.plan.step,
         num_steps=num_steps,
@@ -236,22 +248,22 @@ def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepSt
         num_prefix_queries=record.plan.num_prefix_queries,
         num_prefix_hits=record.plan.num_prefix_hits,
         num_generated_tokens=record.num_emitted,
-        num_drafts=len(drafted),
-        num_draft_tokens=sum([outcome.num_drafted for outcome in drafted]),
+        num_drafts=num_drafts,
+        num_draft_tokens=num_draft_tokens,
         num_accepted_tokens=sum(accepted),
         num_decoding_rows=len(record.outcomes),
-        num_undraftable_rows=sum([not outcome.row.allows_drafts for outcome in record.outcomes]),
+        num_undraftable_rows=num_undraftable,
         num_target_tokens=num_target_tokens,
         num_read_bytes=num_steps * target.traffic.num_bytes(sum([row.end for row in rows])) if rows else 0,
         num_operations=target.traffic.num_operations(num_target_tokens) if rows else 0,
         num_preemptions=record.plan.num_preempted,
-        accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
-        expansions=_by_label([outcome.row.expansion for outcome in record.outcomes]),
-        drafted_by_source=_counted(outcome.sources for outcome in drafted),
-        accepted_by_source=_counted(outcome.accepted_sources for outcome in drafted),
-        num_expected_rows=num_steps * len(predicted),
-        expected_tokens=sum(expected for expected, _ in predicted),
-        num_realised_tokens=sum(realised for _, realised in predicted),
+        accepted_per_depth=tuple([sum([a > depth for a in accepted]) for depth in range(max(accepted, default=0))]),
+        expansions=expansions,
+        drafted_by_source=drafted_by_source,
+        accepted_by_source=accepted_by_source,
+        num_expected_rows=num_steps * num_expected,
+        expected_tokens=expected_tokens,
+        num_realised_tokens=num_realised,
         draft_s=laps["draft"],
         verify_s=laps["forward"],
         judge_s=laps["verify"],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.core.enums import Origin
 from engine.draft.drafter import TrimmedVocabulary
-from engine.draft.text.text_cache import CachedDistribution
+from engine.draft.text.matching import CachedDistribution
 from engine.native import mixture as native
 from engine.utils.host_transfer import floats, integers
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core.types import group_of
-from engine.draft.text.suffix_counts import ContextTree
+from engine.draft.text.matching import TextTree
 from engine.draft.text.text_index import Indexer, TextIndex, TextWithContext, text_with_context
 
 _MIN_OUTPUT = 4  # tokens; a shorter output would save a step or two
@@ -31,8 +31,8 @@ class RecentLimits:
 class _Generation:
     """Outputs that are evicted together."""
 
-    def __init__(self) -> None:
-        self.index = TextIndex()
+    def __init__(self, index: TextIndex) -> None:
+        self.index = index
         self.num_tokens = 0
         self._hashes: set[int] = set()  # a collision only loses drafts
 
@@ -48,20 +48,21 @@ class _Generation:
 class _TenantOutputs:
     """One tenant's outputs in two generations. When the young one has half the tokens, the old one is evicted."""
 
-    def __init__(self) -> None:
-        self.young, self.old = _Generation(), _Generation()
+    def __init__(self, indexer: Indexer) -> None:
+        self._indexer = indexer
+        self.young, self.old = _Generation(indexer.new_index()), _Generation(indexer.new_index())
 
     @property
     def num_tokens(self) -> int:
         return self.young.num_tokens + self.old.num_tokens
 
-    def add(self, text: TextWithContext, max_tokens: int, indexer: Indexer) -> None:
+    def add(self, text: TextWithContext, max_tokens: int) -> None:
         """Store an output of at most half of `max_tokens`, unless the young generation has it."""
         if self.young.has(text):
             return
         if self.young.num_tokens + _num_stored(text) > max_tokens // 2:
-            self.young, self.old = _Generation(), self.young
-        self.young.add(text, indexer)
+            self.young, self.old = _Generation(self._indexer.new_index()), self.young
+        self.young.add(text, self._indexer)
 
 
 class RecentTexts:
@@ -79,7 +80,7 @@ class RecentTexts:
         """Stored tokens of all tenants."""
         return self._num_tokens
 
-    def trees_of(self, tenant: str) -> tuple[ContextTree, ...]:
+    def trees_of(self, tenant: str) -> tuple[TextTree, ...]:
         """Return the trees from which a tenant may draft; an empty result if it has no stored outputs."""
         outputs = self._tenants.get(tenant)
         return () if outputs is None else (outputs.young.index.tree, outputs.old.index.tree)
@@ -94,10 +95,10 @@ class RecentTexts:
         text = _last_of(text_with_context(prompt, output), self._max_tenant_tokens // 2)
         if not tenant or len(text.token_ids) < _MIN_OUTPUT:
             return
-        outputs = self._tenants.setdefault(tenant, _TenantOutputs())
+        outputs = self._tenants.setdefault(tenant, _TenantOutputs(self._indexer))
         self._tenants.move_to_end(tenant)
         self._num_tokens -= outputs.num_tokens
-        outputs.add(text, self._max_tenant_tokens, self._indexer)
+        outputs.add(text, self._max_tenant_tokens)
         self._num_tokens += outputs.num_tokens
         self._evict_beyond_limits(tenant)
 

@@ -21,10 +21,6 @@ class Match(NamedTuple):
     length: int
     counts: Mapping[int, int]
 
-    def copy(self) -> "Match":
-        """Return a snapshot: the tree goes on updating its counts."""
-        return Match(self.length, dict(self.counts))
-
 
 @dataclass(slots=True)
 class _ContextNode:
@@ -55,19 +51,13 @@ class ContextTree:
         self._begin = len(self._text)
         self._text.extend(context[-MAX_CONTEXT:])
 
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add tokens to the last text."""
+        for token_id in token_ids:
+            self.append(token_id)
+
     def append(self, token_id: int) -> None:
-        """Add a token to the last text."""
-        self._add(token_id)
-
-    def append_and_match(self, token_id: int, min_length: int = 1) -> Match | None:
-        """Add a token; return a copy of the match of the text before it. There the token may have a count of 0."""
-        node = self._add(token_id)
-        if node.depth < min_length:
-            return None
-        return Match(node.depth, {**node.counts, token_id: node.counts[token_id] - 1})
-
-    def _add(self, token_id: int) -> _ContextNode:
-        """Count a token at every node whose context precedes it; return the deepest of them, or the root."""
+        """Add a token to the last text: count it at every node whose context precedes it."""
         text, position, node = self._text, len(self._text), self._root
         max_depth = min(position - self._begin, MAX_CONTEXT)
         while node.depth < max_depth:
@@ -81,7 +71,6 @@ class ContextTree:
             node = child
             node.counts[token_id] = node.counts.get(token_id, 0) + 1
         text.append(token_id)
-        return node
 
     def _node_on_edge(self, child: "_ContextNode | int", position: int, known: int, max_depth: int) -> _ContextNode:
         """Return the node where the context before `position` leaves the edge to a child, or the child if it reaches it."""

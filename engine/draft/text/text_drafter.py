@@ -11,8 +11,9 @@ import torch
 from engine.core.step_plan import Feeding, Row
 from engine.core.types import Request
 from engine.draft.drafter import FrontierNode, Proposal
+from engine.draft.text.matching import CachedDistribution
 from engine.draft.text.mixture import mixtures, vocabulary_of
-from engine.draft.text.text_cache import CachedDistribution, TextCache
+from engine.draft.text.text_cache import TextCache
 
 
 class DrafterWithTextCache:

@@ -1,15 +1,16 @@
-"""Incremental indexing of texts into context trees, with a bounded number of tokens in each step.
+"""Incremental indexing of texts into trees, with a bounded number of tokens in each step.
 
 Indexing a long text takes longer than a step may take. Tokens already indexed can be drafted from before the rest is. A text that
 does not change is indexed once for all requests of a tenant that share it.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from weakref import ReferenceType, WeakValueDictionary, ref
 
-from engine.draft.text.suffix_counts import MAX_CONTEXT, ContextTree
+from engine.draft.text.matching import TextTree
+from engine.draft.text.suffix_counts import MAX_CONTEXT
 
 _TOKENS_PER_TURN = 64  # of one index before the turn of the next, so that long texts do not delay short texts
 
@@ -22,10 +23,10 @@ class TextWithContext(NamedTuple):
 
 
 class TextIndex:
-    """A context tree and a queue of the texts that are still to be indexed."""
+    """A tree and a queue of the texts that are still to be indexed."""
 
-    def __init__(self) -> None:
-        self.tree = ContextTree()
+    def __init__(self, tree: TextTree) -> None:
+        self.tree = tree
         self._pending: deque[TextWithContext] = deque()
         self._num_indexed = 0  # tokens of the first pending text
 
@@ -51,8 +52,7 @@ class TextIndex:
         if not begin:
             self.tree.begin(text.context)
         part = text.token_ids[begin : begin + max_tokens]
-        for token_id in part:
-            self.tree.append(token_id)
+        self.tree.extend(part)
         self._num_indexed += len(part)
         if self._num_indexed == len(text.token_ids):
             self._pending.popleft()
@@ -61,11 +61,16 @@ class TextIndex:
 
 
 class Indexer:
-    """Indexes texts in turns. It has weak references alone: an index that no request uses is dropped."""
+    """Indexes texts in turns, in trees by `new_tree`. It has weak references alone: an index that no request uses is dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_tree: Callable[[], TextTree]) -> None:
+        self._new_tree = new_tree
         self._queue: deque[ReferenceType[TextIndex]] = deque()
         self._shared: WeakValueDictionary[tuple[str, TextWithContext], TextIndex] = WeakValueDictionary()
+
+    def new_index(self) -> TextIndex:
+        """Return an index without texts."""
+        return TextIndex(self._new_tree())
 
     def add(self, index: TextIndex, text: TextWithContext) -> None:
         """Queue a text for an index."""
@@ -77,7 +82,7 @@ class Indexer:
         """Return the index of a text that does not change, shared with other requests of the tenant."""
         index = self._shared.get((tenant, text))
         if index is None:
-            index = self._shared[tenant, text] = TextIndex()
+            index = self._shared[tenant, text] = self.new_index()
             self.add(index, text)
         return index
 

@@ -16,7 +16,7 @@ from engine.core.step_plan import Row
 from engine.core.tree import TokenTree
 
 _DECAY = 0.999  # of the weight of past nodes for each new node
-_FIT_BATCH = 16  # observations of AgreementWeights
+_FIT_BATCH = (16, 64)  # least and most observations of a fit of AgreementWeights, else an eighth of those before
 
 
 class RankAcceptance:
@@ -113,6 +113,7 @@ class AgreementWeights:
         self.log_prob_weight, self.noise_weight = self._START  # a and b
         self._information_WW = self._PRIOR_INFORMATION * np.eye(2)
         self._observations: list[_Observation] = []  # since the last step
+        self._num_fitted = 0
 
     @property
     def sharpness(self) -> float:
@@ -141,31 +142,37 @@ class AgreementWeights:
         The last of the best tokens represents all others, so that misses count against the first tokens.
         """
         self._observations.append(_Observation(probs, noise, temperature, len(probs) - 1 if index is None else index))
-        if len(self._observations) == _FIT_BATCH:
+        if len(self._observations) == min(max(_FIT_BATCH[0], self._num_fitted // 8), _FIT_BATCH[1]):
+            self._num_fitted += len(self._observations)
             self._fit()
 
     def _fit(self) -> None:
         batch, self._observations = self._observations, []
-        features_NSW = np.zeros((len(batch), max(len(one.probs) for one in batch), 2))
-        is_token_NS = np.zeros(features_NSW.shape[:2], dtype=bool)
-        for features_SW, is_token_S, one in zip(features_NSW, is_token_NS, batch, strict=True):
-            features_SW[: len(one.probs)] = _features(one.probs, one.noise, one.temperature)
-            is_token_S[: len(one.probs)] = True
+        most = max(len(one.probs) for one in batch)
+        probs_NS = np.array([_padded(one.probs, most, 0.0) for one in batch])
+        noise_NS = np.array([_padded(one.noise, most, 0.0) for one in batch])
+        units_N1 = np.array([[one.temperature] for one in batch])
+        features_WNS = np.stack((np.log(np.maximum(probs_NS, MIN_PROB)), noise_NS)) * units_N1
         weights_W = np.array([self.log_prob_weight, self.noise_weight])
-        scores_NS = np.where(is_token_NS, features_NSW @ weights_W, -np.inf)
+        scores_NS = np.tensordot(weights_W, features_WNS, 1)
+        for scores_S, one in zip(scores_NS, batch, strict=True):
+            scores_S[len(one.probs) :] = -np.inf
         chances_NS = np.exp(scores_NS - scores_NS.max(1, keepdims=True))
         chances_NS /= chances_NS.sum(1, keepdims=True)
-        expected_NW = np.einsum("ns,nsw->nw", chances_NS, features_NSW)
-        selected_NW = features_NSW[np.arange(len(batch)), [one.selected for one in batch]]
-        centered_NSW = features_NSW - expected_NW[:, None]
+        centered_WNS = features_WNS - (features_WNS * chances_NS).sum(2, keepdims=True)
+        selected_WN = centered_WNS[:, np.arange(len(batch)), [one.selected for one in batch]]
         decay_N = _DECAY ** np.arange(len(batch) - 1, -1, -1)
         self._information_WW *= _DECAY ** len(batch)
-        self._information_WW += np.einsum("n,ns,nsw,nsv->wv", decay_N, chances_NS, centered_NSW, centered_NSW)
-        step_W = np.linalg.solve(self._information_WW + 1e-6 * np.eye(2), decay_N @ (selected_NW - expected_NW))
+        self._information_WW += np.tensordot(centered_WNS * (decay_N[:, None] * chances_NS), centered_WNS, ((1, 2), (1, 2)))
+        step_W = np.linalg.solve(self._information_WW + 1e-6 * np.eye(2), selected_WN @ decay_N)
         log_prob, noise = np.clip(weights_W + step_W, weights_W / self._MAX_CHANGE, weights_W * self._MAX_CHANGE).tolist()
         self.log_prob_weight = min(max(log_prob, self._LOG_PROB_BOUNDS[0]), self._LOG_PROB_BOUNDS[1])
         lowest, highest = (self.log_prob_weight / bound for bound in reversed(self._SHARPNESS_BOUNDS))
         self.noise_weight = min(max(noise, lowest), highest)
+
+
+def _padded(numbers: Sequence[float], length: int, filler: float) -> list[float]:
+    return [*numbers, *(filler,) * (length - len(numbers))]
 
 
 MIN_PROB = 1e-40  # keeps the logarithm finite where a probability was rounded to zero

@@ -22,7 +22,7 @@ from engine.verify.forest import Forest
 T = TypeVar("T")
 
 _FROM_MODEL = Origin(DraftSource.MODEL, False)
-_NO_CANDIDATES: Mapping[int, ChildCandidates] = MappingProxyType({})
+NO_CANDIDATES: Mapping[int, ChildCandidates] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
     return Growth(
         forest=Forest(trees, no_distributions(vocab_size, device), ((None,),) * num_trees),
         fed=(frozenset(),) * num_trees,
-        candidates=(_NO_CANDIDATES,) * num_trees,
+        candidates=(NO_CANDIDATES,) * num_trees,
         sources=((),) * num_trees,
         draft_probs=((),) * num_trees,
         rounds=(0,) * num_trees,

@@ -1,40 +1,47 @@
-"""Grows trees in the native library, one call for each round: the trees of engine.draft.trees.best_first.
+"""Grows a step's trees in one call of the native library: the trees of engine.draft.trees.best_first.
 
-Between two rounds, only the predictions of cached text are computed in Python. Supports noise-aware trees and chains of greedy
+Supports noise-aware trees and chains of greedy
 and coupled rows without logit edits and typical-p, for a draft head that the library runs. All other trees grow in
 engine.draft.trees.grow.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from engine.core.enums import DraftSource, Origin
+from engine.core.enums import DraftSource
 from engine.core.step_plan import Row
-from engine.core.tree import FREE_GROWTH, ROOT, TokenTree, TreeKind
+from engine.core.tree import FREE_GROWTH, TokenTree, TreeKind
 from engine.draft.drafter import ModelPasses, TrimmedVocabulary
-from engine.draft.text.mixture import NOTHING_CACHED, as_native, tokens_outside
-from engine.draft.text.text_cache import CachedDistribution, TextCache
+from engine.draft.text.text_cache import TextCache
 from engine.draft.trees.best_first import PRIOR_CONTINUED, PRIOR_EXPANDED
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
-from engine.draft.trees.grower import Growth, NodeValues, no_distributions, origins_of
+from engine.draft.trees.grower import NO_CANDIDATES, Growth, NodeValues, no_distributions
 from engine.draft.trees.sampling import RANKED_KINDS, ChildCandidates
-from engine.native.growth import Growing, GrownTree, Offers, RankedRow
-from engine.native.library import Fed
+from engine.native.growth import IS_PREDICTED, IS_RATHER_CACHED, GrownTree, GrownTrees, Offers, RankedRow
+from engine.native.texts import TextsHandle
 from engine.sampling.distributions import is_typical, ranking_params, ranking_temperature, truncation
 from engine.structured_output.masks import GrammarMasks
 from engine.verify.forest import Forest
+
+# By the library's number of a token's origin.
+_SOURCES = {
+    0: DraftSource.MODEL,
+    IS_RATHER_CACHED: DraftSource.CACHE,
+    IS_PREDICTED: DraftSource.PREDICTION,
+    IS_PREDICTED + IS_RATHER_CACHED: DraftSource.PREDICTION,
+}
 
 
 @dataclass(frozen=True)
 class NativeTreeGrower:
     """Grows a drafter's trees in the native library: a model with vocabulary `vocab`, and optionally cached text.
 
-    `begin` takes the rows to be fed, the native rows of the trees to be grown, and the request ids of these.
+    `grow_trees` takes the rows to be fed, the native rows of the trees to be grown, and the request ids of these.
     """
 
-    begin: Callable[[Sequence[Row], Sequence[RankedRow], Sequence[str]], Growing]
+    grow_trees: Callable[[Sequence[Row], Sequence[RankedRow], Sequence[str]], GrownTrees]
     vocab: TrimmedVocabulary
     fed_only_share: float
     texts: TextCache | None = None
@@ -47,38 +54,20 @@ class NativeTreeGrower:
         """Feed the drafter the missing tokens and grow every decoding row's tree."""
         del grammars  # a row with a grammar edits its logits
         drafting = [row for row in rows if row.is_drafting]
-        native_rows = [_native_row(row, calibrations.of(row)) for row in drafting]
-        texts = _TextPredictions(self.texts, self.vocab, drafting)
-        rounds, num_rounds, passes = [0] * len(drafting), 0, ModelPasses()
-        with self.begin(rows, native_rows, [row.request_id for row in drafting]) as growing:
-            while growing.frontier:
-                num_rounds += 1
-                for tree in dict.fromkeys(node.tree for node in growing.frontier):
-                    rounds[tree] += 1
-                if (fed := texts.grow_round(growing)).num_tokens:
-                    passes += ModelPasses.one(fed.num_tokens, fed.num_queried, self.fed_only_share)
-            trees, proposals = growing.finish()
-        grown = iter(zip(drafting, trees, texts.origins, rounds, strict=True))
+        texts = [None if self.texts is None else self.texts.native_texts(row) for row in drafting]
+        native_rows = [_native_row(row, calibrations.of(row), own) for row, own in zip(drafting, texts, strict=True)]
+        trees, proposals, fed = self.grow_trees(rows, native_rows, [row.request_id for row in drafting])
+        passes = [ModelPasses.one(one.num_tokens, one.num_queried, self.fed_only_share) for one in fed if one.num_tokens]
+        grown = iter(zip(drafting, trees, strict=True))
         of_rows = [
-            _RowGrowth.single(row) if row.expansion.is_plain else _row_growth(*next(grown), proposals)
+            _RowGrowth(TokenTree.single(row.certain_ids[-1])) if row.expansion.is_plain else _row_growth(*next(grown), proposals)
             for row in rows
             if row.is_decoding
         ]
-        return Growth(
-            forest=Forest(
-                tuple(one.tree for one in of_rows),
-                no_distributions(self.vocab.size, self.vocab.ids_M.device),
-                tuple((None,) * one.tree.num_nodes for one in of_rows),
-            ),
-            fed=tuple(one.fed for one in of_rows),
-            candidates=tuple(one.candidates for one in of_rows),
-            sources=tuple(one.sources for one in of_rows),
-            draft_probs=tuple(one.draft_probs for one in of_rows),
-            rounds=tuple(one.num_rounds for one in of_rows),
-            node_values=tuple(one.node_values for one in of_rows),
-            num_rounds=num_rounds,
-            passes=passes,
-        )
+        trees_of_rows, *columns = zip(*of_rows, strict=True)
+        no_probs = no_distributions(self.vocab.size, self.vocab.ids_M.device)
+        forest = Forest(trees_of_rows, no_probs, tuple([(None,) * tree.num_nodes for tree in trees_of_rows]))
+        return Growth(forest, *columns, num_rounds=len(fed), passes=sum(passes, start=ModelPasses()))
 
 
 @runtime_checkable
@@ -96,79 +85,32 @@ def _is_supported(row: Row) -> bool:
     return is_top_ranked and not (row.sampling.edits_logits or is_typical(ranking_params(row.sampling)))
 
 
-class _TextPredictions:
-    """Predictions of cached text at one step's nodes. Keeps the path to each node and the origins of predicted tokens."""
-
-    def __init__(self, texts: TextCache | None, vocab: TrimmedVocabulary, rows: Sequence[Row]) -> None:
-        self._texts, self._vocab, self._rows = texts, vocab, rows
-        self._paths: list[dict[int, tuple[int, ...]]] = [{ROOT: ()} for _ in rows]
-        self.origins: list[dict[tuple[int, ...], Mapping[int, Origin]]] = [{} for _ in rows]
-
-    def grow_round(self, growing: Growing) -> Fed:
-        """Grow one round with the predictions at its nodes; return the counts of tokens fed to the head."""
-        nodes = growing.frontier
-        if self._texts is None:
-            return growing.round([NOTHING_CACHED] * len(nodes), [False] * len(nodes), ())[1]
-        paths = [self._path(*node) for node in nodes]
-        probs = self._texts.distributions_after([(self._rows[node.tree], path) for node, path in zip(nodes, paths, strict=True)])
-        unknown = tokens_outside([distribution for distribution in probs if distribution is not None], self._vocab)
-        column_of = {token_id: column for column, token_id in enumerate(unknown, len(self._vocab.ids_M))}
-        predictions = [
-            NOTHING_CACHED if distribution is None else as_native(distribution, self._columns(distribution, column_of))
-            for distribution in probs
-        ]
-        flags, fed = growing.round(
-            predictions, [distribution is not None and distribution.is_sure for distribution in probs], unknown
-        )
-        for node, path, distribution, are_rather_cached in zip(nodes, paths, probs, flags, strict=True):
-            if distribution is not None:
-                self.origins[node.tree][path] = distribution.origins_beside(are_rather_cached)
-        return fed
-
-    def _path(self, tree: int, node: int, parent: int, token_id: int) -> tuple[int, ...]:
-        paths = self._paths[tree]
-        if node != ROOT:
-            paths[node] = (*paths[parent], token_id)
-        return paths[node]
-
-    def _columns(self, distribution: CachedDistribution, column_of_unknown: Mapping[int, int]) -> list[int]:
-        known = zip(distribution.probs, self._vocab.columns(distribution.probs), strict=True)
-        return [column_of_unknown[token_id] if column < 0 else column for token_id, column in known]
-
-
-@dataclass(frozen=True, slots=True)
-class _RowGrowth:
-    """The part of a Growth that belongs to one row."""
+class _RowGrowth(NamedTuple):
+    """The part of a Growth that belongs to one row, in the order of its fields."""
 
     tree: TokenTree
     fed: frozenset[int] = frozenset()
-    candidates: Mapping[int, ChildCandidates] = field(default_factory=dict)
+    candidates: Mapping[int, ChildCandidates] = NO_CANDIDATES
     sources: tuple[DraftSource, ...] = ()
+    draft_probs: tuple[float, ...] = ()
     num_rounds: int = 0
     node_values: NodeValues | None = None
-    draft_probs: tuple[float, ...] = ()
-
-    @classmethod
-    def single(cls, row: Row) -> "_RowGrowth":
-        return cls(TokenTree.single(row.certain_ids[-1]))
 
 
-def _row_growth(
-    row: Row, grown: GrownTree, origins: Mapping[tuple[int, ...], Mapping[int, Origin]], num_rounds: int, proposals: Offers
-) -> _RowGrowth:
+def _row_growth(row: Row, grown: GrownTree, proposals: Offers) -> _RowGrowth:
     draws: list[list[int]] = [[] for _ in grown.parents]
     for node in grown.by_age:
         draws[grown.parents[node]].append(node)
     tree = TokenTree(grown.parents, (row.certain_ids[-1], *grown.token_ids[1:]), tuple(map(tuple, draws)))
-    fed = frozenset(node for node, keeps in enumerate(grown.keeps_slot) if keeps)
-    of_nodes = origins_of(tree, origins)
-    sources = tuple(origin.source for origin in of_nodes)
+    fed = frozenset([node for node, keeps in enumerate(grown.keeps_slot) if keeps])
+    sources = tuple([_SOURCES[origin] for origin in grown.origins])
     candidates = _LazyCandidates(proposals, grown.offers)
     draft_probs = _draft_probs(tree, candidates) if row.is_traced else ()
     if row.expansion.is_delayed:  # the calibrations do not learn from chains
-        return _RowGrowth(tree, fed, {}, sources, num_rounds, draft_probs=draft_probs)
-    values = NodeValues(grown.chances[1:], grown.given_parent[1:], tuple(origin.is_rather_cached for origin in of_nodes))
-    return _RowGrowth(tree, fed, candidates, sources, num_rounds, values, draft_probs)
+        return _RowGrowth(tree, fed, NO_CANDIDATES, sources, draft_probs, grown.num_rounds)
+    are_cached = tuple([origin & IS_RATHER_CACHED > 0 for origin in grown.origins])
+    values = NodeValues(grown.chances[1:], grown.given_parent[1:], are_cached)
+    return _RowGrowth(tree, fed, candidates, sources, draft_probs, grown.num_rounds, values)
 
 
 def _draft_probs(tree: TokenTree, candidates: Mapping[int, ChildCandidates]) -> tuple[float, ...]:
@@ -200,7 +142,7 @@ class _LazyCandidates(Mapping[int, ChildCandidates]):
         return sum(index >= 0 for index in self._indices)
 
 
-def _native_row(row: Row, calibration: RuleCalibration) -> RankedRow:
+def _native_row(row: Row, calibration: RuleCalibration, texts: TextsHandle | None = None) -> RankedRow:
     """Return a row's parameters for the library. A chain is a tree of one child a node, grown without costs."""
     expansion = row.expansion
     growth_costs = FREE_GROWTH if expansion.is_delayed else row.growth_costs
@@ -222,4 +164,5 @@ def _native_row(row: Row, calibration: RuleCalibration) -> RankedRow:
         temperature=temperature,
         sharpness=calibration.agreement.sharpness,
         truncation=truncation(ranking_params(row.sampling)),
+        texts=texts,
     )

@@ -9,6 +9,7 @@
 #include "ranking.h"
 #include "steps.h"
 #include "team.h"
+#include "texts.h"
 #include "truncation.h"
 #include "walk.h"
 
@@ -30,7 +31,7 @@ void latebranch_sizes(int64_t* sizes) {
   sizes[2] = sizeof(Decoder);
   sizes[3] = sizeof(Pass);
   sizes[4] = sizeof(RankedRow);
-  sizes[5] = sizeof(Predictions);
+  sizes[5] = sizeof(RequestTexts);
   sizes[6] = sizeof(Walked);
   sizes[7] = sizeof(Features);
   sizes[8] = sizeof(FedRow);
@@ -167,46 +168,59 @@ void latebranch_mix(const float* model, int64_t num_known, const int64_t* rows, 
   }
 }
 
-// Trees of ranked rows (growth.h): begin, rounds until the frontier is empty, the trees, the end. `entries` [4, most]
-// are the nodes of the next frontier: trees, numbers, parents and tokens. A round returns their number.
-Growing* latebranch_grow(const Decoder* head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows,
-                         const FedRow* fed, int64_t num_fed, int64_t before_all) {
-  return new Growing(*head, tokens, rows, num_rows, fed, num_fed, before_all);
-}
-
-int64_t latebranch_grow_round(Growing* growing, const Predictions* predicted, const Pass* pass, int64_t* entries,
-                              int64_t most, Fed* fed, int num_threads) {
-  *fed = growing->round(*predicted, *pass, num_threads);
-  int64_t i = 0;
-  for (const FrontierEntry& entry : growing->frontier()) {
-    const auto& node = growing->trees()[entry.tree].nodes()[entry.node];
-    entries[i] = entry.tree;
-    entries[most + i] = entry.node;
-    entries[2 * most + i] = node.parent;
-    entries[3 * most + i] = node.token;
-    i++;
-  }
-  return i;
-}
-
-// Write the trees. `counts` [trees]: nodes of each tree. `nodes` [5, most], tree after tree: parents, tokens, places of
-// offers (-1: none), whether a node keeps its slot, and the nodes by age (without the root; a tree's last entry is
-// unused). `chances` [2, most]: acceptance probabilities, and uncorrected ones given the parent. For each place of an
-// offer: `tokens` followed by their number [kScores + 1], `odds` and `noise` [kScores].
-void latebranch_grown(const Growing* growing, int64_t* counts, int64_t* nodes, double* chances, int64_t most,
-                      int64_t* tokens, float* odds, double* noise) {
+// Grow trees of ranked rows (growth.h) with `pass`'s caches. The most nodes of all trees, roots included, are `most`.
+// `counts` [trees]: nodes of each tree; `rounds` [trees]: rounds of each. `nodes` [6, most], tree after tree: parents,
+// tokens, places of offers (-1: none), whether a node keeps its slot, the nodes by age, and the nodes' origins (both
+// without the root, a tree's last entry is unused). `chances` [2, most]: acceptance probabilities, and uncorrected ones
+// given the parent. For each place of an offer: `tokens` [most, kScores + 1], the last their number, `odds` and `noise`
+// [most, kScores]. `fed` has the counts of each round; return their number.
+int64_t latebranch_grow(const Decoder* head, const int64_t* vocabulary, const RankedRow* rows, int64_t num_rows,
+                        const FedRow* fed_rows, int64_t num_fed_rows, int64_t before_all, const Pass* pass, int64_t most,
+                        int64_t* counts, int64_t* rounds, int64_t* nodes, double* chances, int64_t* tokens, float* odds,
+                        double* noise, Fed* fed, int num_threads) {
+  const Growing growing(*head, vocabulary, rows, num_rows, fed_rows, num_fed_rows, before_all, *pass, num_threads);
   int64_t first = 0;
-  for (const RankedTree& tree : growing->trees()) {
+  for (const RankedTree& tree : growing.trees()) {
     int64_t* of = nodes + first;
-    const int64_t count = tree.finish(of, of + most, of + 2 * most, of + 3 * most, of + 4 * most,
-                                      chances + (of - nodes), chances + most + (of - nodes));
+    const int64_t count = tree.finish(of, of + most, of + 2 * most, of + 3 * most, of + 4 * most, of + 5 * most,
+                                      chances + first, chances + most + first);
     *counts++ = count;
     first += count;
   }
-  std::copy(growing->offered_tokens().begin(), growing->offered_tokens().end(), tokens);
-  std::copy(growing->offered_odds().begin(), growing->offered_odds().end(), odds);
-  std::copy(growing->offered_noise().begin(), growing->offered_noise().end(), noise);
+  std::copy(growing.rounds().begin(), growing.rounds().end(), rounds);
+  std::copy(growing.offered_tokens().begin(), growing.offered_tokens().end(), tokens);
+  std::copy(growing.offered_odds().begin(), growing.offered_odds().end(), odds);
+  std::copy(growing.offered_noise().begin(), growing.offered_noise().end(), noise);
+  std::copy(growing.fed().begin(), growing.fed().end(), fed);
+  return growing.fed().size();
 }
 
-void latebranch_end_growth(Growing* growing) { delete growing; }
+// Texts by context (texts.h). The first token of a text follows `context`.
+ContextTree* latebranch_new_texts() { return new ContextTree; }
+
+void latebranch_free_texts(ContextTree* tree) { delete tree; }
+
+void latebranch_begin_text(ContextTree* tree, const int64_t* context, int64_t count) { tree->begin(context, count); }
+
+void latebranch_append_text(ContextTree* tree, const int64_t* tokens, int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    tree->append(tokens[i]);
+}
+
+// Learn a request's new tokens. Return whether a source is sure of the token after them.
+int64_t latebranch_learn_text(const RequestTexts* texts) { return learn(*texts); }
+
+// The continuation of a request's texts: `tokens`, `probs` and whether the client predicted them, of the first `most`;
+// and its confidence. Return the number of all tokens.
+int64_t latebranch_continue_text(const RequestTexts* texts, int64_t most, int64_t* tokens, double* probs,
+                                 uint8_t* is_predicted, double* confidence) {
+  const Continuation next = continuation(*texts, ending_of(texts->tokens, texts->num_tokens));
+  for (int64_t i = 0; i < std::min<int64_t>(most, next.tokens.size()); i++) {
+    tokens[i] = next.tokens[i].id;
+    probs[i] = next.tokens[i].prob;
+    is_predicted[i] = next.tokens[i].is_predicted;
+  }
+  *confidence = next.confidence;
+  return next.tokens.size();
+}
 }

@@ -1,8 +1,8 @@
-// Trees of ranked rows, grown round by round by a draft head, with one call for each round.
+// Trees of ranked rows, grown round by round by a draft head and cached text.
 //
-// A round handles the frontier: some nodes of every tree. Python provides cached text's predictions after these nodes.
-// The head runs on the nodes that it can be fed. The distributions of the head, of cached text, or their mixtures are
-// ranked, and the ranked tokens decide the next frontier.
+// A round handles the frontier: some nodes of every tree. Cached text may predict the tokens after these nodes. The head
+// runs on the nodes that it can be fed. The distributions of the head, of cached text, or their mixtures are ranked, and
+// the ranked tokens decide the next frontier.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -12,19 +12,18 @@
 #include "pass.h"
 #include "ranked_tree.h"
 #include "ranking.h"
+#include "texts.h"
 
 namespace latebranch {
 
 // Cached text's predictions after the A nodes of the frontier, with E tokens in all: `firsts` has each node's first
-// token. Columns after the head's are tokens of `unknown`. The head does not run on nodes whose prediction
+// token. Columns after the head's are tokens of `unknown`, ascending. The head does not run on nodes whose prediction
 // `is_sure`.
 struct Predictions {
-  const int64_t *firsts, *columns;  // [A + 1], [E]
-  const float *odds, *chances;      // [E], [A]
-  const uint8_t* is_sure;           // [A]
-  const int64_t* unknown;
-  int64_t num_unknown;
-  uint8_t* is_rather_cached;  // [E], written: whether most of a token's probability comes from cached text
+  std::vector<int64_t> firsts{0}, tokens, columns, unknown;  // [A + 1], [E], [E]
+  std::vector<float> odds, chances;                          // [E], [A]
+  std::vector<uint8_t> is_sure, is_predicted;                // [A], [E]
+  std::vector<uint8_t> is_rather_cached;  // [E]: whether most of a token's probability comes from cached text
 };
 
 // Committed tokens that the head is fed before a tree grows, or to keep up with a sequence.
@@ -43,31 +42,34 @@ struct Fed {
   int64_t num_tokens, num_queried;
 };
 
-// The trees of a step. The caller owns `head`, `tokens` (of the head's columns) and the `fed` rows. A token at
-// position 0 reads the slot `before_all`.
+// The trees of a step. The caller owns `head`, `tokens` (of the head's columns, ascending) and the rows. A token at
+// position 0 reads the slot `before_all`. `pass` has the addresses of caches; its tokens and segments are ignored.
 class Growing {
  public:
   Growing(const Decoder& head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows, const FedRow* fed,
-          int64_t num_fed, int64_t before_all)
+          int64_t num_fed, int64_t before_all, const Pass& pass, int num_threads)
       : head_(head),
         tokens_(tokens),
         trees_(rows, rows + num_rows),
         fed_rows_(fed, fed + num_fed),
         before_all_(before_all) {
-    set_frontier();
+    for (set_frontier(); !frontier_.empty(); set_frontier())
+      fed_.push_back(round(pass, num_threads));
   }
 
-  const std::vector<FrontierEntry>& frontier() const { return frontier_; }
+  const std::vector<Fed>& fed() const { return fed_; }
+  const std::vector<int64_t>& rounds() const { return rounds_; }
   const std::vector<RankedTree>& trees() const { return trees_; }
   const std::vector<int64_t>& offered_tokens() const { return offered_tokens_; }
   const std::vector<float>& offered_odds() const { return offered_odds_; }
   const std::vector<double>& offered_noise() const { return offered_noise_; }
 
-  // Rank tokens after the frontier's nodes, and set the next frontier; return the counts fed. The first round feeds
-  // committed tokens, among them the trees' roots. `pass` has the addresses of caches; its tokens and segments are
-  // ignored.
-  Fed round(const Predictions& predicted, Pass pass, int num_threads) {
+ private:
+  // Rank tokens after the frontier's nodes; return the counts fed. The first round feeds committed tokens, among them the
+  // trees' roots.
+  Fed round(Pass pass, int num_threads) {
     const bool is_first = offered_tokens_.empty();
+    Predictions predicted = predictions();
     std::vector<int64_t> fed;  // indices of the nodes on which the head runs
     answers_.assign(frontier_.size(), -1);
     for (size_t i = 0; i < frontier_.size(); i++)
@@ -110,16 +112,65 @@ class Growing {
     for (size_t i = 0; i < frontier_.size(); i++) {
       const int64_t offer = ranking.first + i, *tokens = offered_tokens_.data() + offer * (kScores + 1),
                     count = tokens[kScores];
-      const auto is_cached = [&](int64_t token) { return is_rather_cached(predicted, i, token); };
+      const auto origin = [&](int64_t token) { return origin_of(predicted, i, token); };
       const double* scores = ranking.scores + i * kScores;
       if (count)
-        trees_[frontier_[i].tree].take(frontier_[i].node, offer, tokens, scores, count, answers_[i] >= 0, is_cached);
+        trees_[frontier_[i].tree].take(frontier_[i].node, offer, tokens, scores, count, answers_[i] >= 0, origin);
     }
-    set_frontier();
     return {num_fed, (int64_t)fed.size()};
   }
 
- private:
+  // Cached text's predictions after the nodes of the frontier.
+  Predictions predictions() const {
+    Predictions all;
+    for (const FrontierEntry& entry : frontier_) {
+      const RankedTree& tree = trees_[entry.tree];
+      const RequestTexts* texts = tree.row().texts;
+      Continuation next;
+      if (texts)
+        next = continuation(*texts, ending_at(*texts, tree, entry.node));
+      for (const Continuation::Token& one : next.tokens) {
+        all.tokens.push_back(one.id);
+        all.columns.push_back(column_of(one.id));
+        all.odds.push_back(one.prob);
+        all.is_predicted.push_back(one.is_predicted);
+        if (all.columns.back() < 0)
+          all.unknown.push_back(one.id);
+      }
+      all.firsts.push_back(all.tokens.size());
+      all.chances.push_back(next.confidence);
+      all.is_sure.push_back(texts && next.confidence >= texts->sure);
+    }
+    std::sort(all.unknown.begin(), all.unknown.end());
+    all.unknown.erase(std::unique(all.unknown.begin(), all.unknown.end()), all.unknown.end());
+    for (size_t e = 0; e < all.tokens.size(); e++)
+      if (all.columns[e] < 0)
+        all.columns[e] = head_.head.out + place_in(all.unknown.data(), all.unknown.size(), all.tokens[e]);
+    all.is_rather_cached.resize(all.tokens.size());
+    return all;
+  }
+
+  static int64_t place_in(const int64_t* ascending, int64_t count, int64_t token) {
+    return std::lower_bound(ascending, ascending + count, token) - ascending;
+  }
+
+  // The head's column of a token, -1: none.
+  int64_t column_of(int64_t token) const {
+    const int64_t place = place_in(tokens_, head_.head.out, token);
+    return place < head_.head.out && tokens_[place] == token ? place : -1;
+  }
+
+  // The last tokens of the history and of the path to a node.
+  static Ending ending_at(const RequestTexts& texts, const RankedTree& tree, int64_t node) {
+    std::vector<int64_t> path;
+    for (; node; node = tree.nodes()[node].parent)
+      path.push_back(tree.nodes()[node].token);
+    Ending ending = ending_of(texts.tokens, texts.num_tokens);
+    for (auto token = path.rbegin(); token != path.rend(); token++)
+      ending.push(*token);
+    return ending;
+  }
+
   // The tokens and segments of a pass over a level of the trees.
   struct Level {
     std::vector<int64_t> token_ids, positions, write_slots, before, key_slots, tail_positions;
@@ -165,18 +216,18 @@ class Growing {
     offered_odds_.resize(end * kScores);
     offered_noise_.resize(end * kScores);
     scores_.resize(frontier_.size() * kScores);
-    if (predicted.firsts[frontier_.size()])
-      grow(scratch.mixed, frontier_.size() * (head_.head.out + predicted.num_unknown));
+    if (!predicted.tokens.empty())
+      grow(scratch.mixed, frontier_.size() * (head_.head.out + predicted.unknown.size()));
     std::vector<int64_t> with_unknown;
-    if (predicted.num_unknown) {
+    if (!predicted.unknown.empty()) {
       with_unknown.assign(tokens_, tokens_ + head_.head.out);
-      with_unknown.insert(with_unknown.end(), predicted.unknown, predicted.unknown + predicted.num_unknown);
+      with_unknown.insert(with_unknown.end(), predicted.unknown.begin(), predicted.unknown.end());
     }
     return {first, std::move(with_unknown), scratch.logits.data(), scratch.mixed.data(), scores_.data()};
   }
 
   // Offer the best tokens after a node: none without a distribution of the head or of cached text, or if it is invalid.
-  void rank_one(const Predictions& predicted, const Ranking& ranking, int64_t i) {
+  void rank_one(Predictions& predicted, const Ranking& ranking, int64_t i) {
     const int64_t begin = predicted.firsts[i], num_predicted = predicted.firsts[i + 1] - begin, known = head_.head.out,
                   offer = ranking.first + i;
     int64_t *tokens = offered_tokens_.data() + offer * (kScores + 1), *count = tokens + kScores, columns = known;
@@ -185,11 +236,11 @@ class Growing {
     if (!logits && !num_predicted)
       return;
     if (num_predicted) {
-      columns += predicted.num_unknown;
+      columns += predicted.unknown.size();
       float* out = ranking.mixed + i * columns;
       mixed(logits, known, columns,
-            {predicted.columns + begin, predicted.odds + begin, num_predicted, predicted.chances[i]}, out,
-            predicted.is_rather_cached + begin);
+            {predicted.columns.data() + begin, predicted.odds.data() + begin, num_predicted, predicted.chances[i]}, out,
+            predicted.is_rather_cached.data() + begin);
       logits = out;
     }
     const RankedTree& tree = trees_[frontier_[i].tree];
@@ -213,21 +264,23 @@ class Growing {
     rank(ranked, std::min(kScores, columns), out);
   }
 
-  // Whether most of a token's probability after a node comes from cached text.
-  bool is_rather_cached(const Predictions& predicted, int64_t i, int64_t token) const {
-    for (int64_t e = predicted.firsts[i]; e < predicted.firsts[i + 1]; e++) {
-      const int64_t column = predicted.columns[e], known = head_.head.out;
-      if ((column < known ? tokens_[column] : predicted.unknown[column - known]) == token)
-        return predicted.is_rather_cached[e];
-    }
-    return false;
+  // The origin of a token after a node.
+  static int64_t origin_of(const Predictions& predicted, int64_t i, int64_t token) {
+    for (int64_t e = predicted.firsts[i]; e < predicted.firsts[i + 1]; e++)
+      if (predicted.tokens[e] == token)
+        return kIsRatherCached * predicted.is_rather_cached[e] + kIsPredicted * predicted.is_predicted[e];
+    return 0;
   }
 
   void set_frontier() {
     frontier_.clear();
-    for (size_t t = 0; t < trees_.size(); t++)
-      for (int64_t node : trees_[t].next_frontier())
+    rounds_.resize(trees_.size());
+    for (size_t t = 0; t < trees_.size(); t++) {
+      const std::vector<int64_t> nodes = trees_[t].next_frontier();
+      for (int64_t node : nodes)
         frontier_.push_back({(int64_t)t, node});
+      rounds_[t] += !nodes.empty();
+    }
   }
 
   // Whether the state that the node would read exists.
@@ -299,6 +352,8 @@ class Growing {
   const std::vector<FedRow> fed_rows_;
   const int64_t before_all_;
   std::vector<FrontierEntry> frontier_;
+  std::vector<Fed> fed_;         // by round
+  std::vector<int64_t> rounds_;  // of each tree
   std::vector<int64_t> offered_tokens_;  // [offers, kScores + 1], the last: how many
   std::vector<float> offered_odds_;      // [offers, kScores]
   std::vector<double> offered_noise_;    // [offers, kScores]

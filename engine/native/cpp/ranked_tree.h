@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "texts.h"
 #include "truncation.h"
 
 namespace latebranch {
@@ -13,6 +14,9 @@ constexpr int64_t kLayout = 7;   // version of the interface, for changes that n
 constexpr int64_t kScores = 64;  // best scores of a node that are compared: the others weigh nothing in their softmax
 constexpr int64_t kShares = 9;   // corrections of probabilities, by the intervals between these edges
 constexpr double kShareEdges[kShares - 1] = {0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985};
+
+constexpr int64_t kIsRatherCached = 1, kIsPredicted = 2;  // origins of tokens: most of its probability is cached text's,
+                                                          // or the client predicted it
 
 struct RankedRow {
   int64_t root_position;
@@ -29,6 +33,7 @@ struct RankedRow {
   const double* shares;  // [2, kShares]: factors that correct the probabilities of a model's and of cached tokens
   double temperature, sharpness;
   Truncation truncation;
+  const RequestTexts* texts;  // null: none
 };
 
 // One tree; nodes are numbered as they are fed. Candidates are tokens that may become nodes, in the order of offers.
@@ -76,11 +81,10 @@ class RankedTree {
     return frontier;
   }
 
-  // Add the best tokens after a node as candidates. `offer` is their place. `is_cached` is true for tokens with most of
-  // their probability from cached text.
-  template <typename IsCached>
+  // Add the best tokens after a node as candidates. `offer` is their place, `origin` returns a token's origin.
+  template <typename Origin>
   void take(int64_t node, int64_t offer, const int64_t* tokens, const double* scores, int64_t count, bool is_fed,
-            IsCached is_cached) {
+            Origin origin) {
     nodes_[node].offer = offer;
     nodes_[node].is_fed = is_fed;
     num_offers_++;
@@ -90,18 +94,19 @@ class RankedTree {
       all += weights[i] = std::exp(scores[i] / row_.scale - scores[0] / row_.scale);
     const int64_t from = nodes_[node].candidate;
     for (int64_t i = 0; i < std::min(count, row_.branches); i++) {
-      const double chance = weights[i] / all, expected = corrected(chance, is_cached(tokens[i]));
+      const int64_t from_texts = origin(tokens[i]);
+      const double chance = weights[i] / all, expected = corrected(chance, from_texts & kIsRatherCached);
       offered += expected;
       const double value = (from < 0 ? 1.0 : candidates_[from].value) * std::min(1.0, expected);
-      candidates_.push_back({value, chance, from, tokens[i], nodes_[node].depth + 1});
+      candidates_.push_back({value, chance, from, tokens[i], nodes_[node].depth + 1, from_texts});
     }
     continued_ += std::min(1.0, offered);
   }
 
   // Write the root and the kept nodes: first fed nodes, as they were fed, then the others, best first. A node keeps its
-  // slot if its number did not change. `by_age` are the nodes' numbers in the order of offers. `chances` are acceptance
+  // slot if its number did not change. `by_age` are the nodes' numbers in the order of offers. `origins` are those of their tokens. `chances` are acceptance
   // probabilities (the root's is 1). Those `given_parent` are conditional on the parent, and uncorrected.
-  int64_t finish(int64_t* parents, int64_t* tokens, int64_t* offers, int64_t* keeps_slot, int64_t* by_age,
+  int64_t finish(int64_t* parents, int64_t* tokens, int64_t* offers, int64_t* keeps_slot, int64_t* by_age, int64_t* origins,
                  double* chances, double* given_parent) const {
     std::vector<size_t> order = kept();
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
@@ -126,6 +131,7 @@ class RankedTree {
       tokens[i + 1] = candidate.token;
       chances[i + 1] = candidate.value;
       given_parent[i + 1] = candidate.chance;
+      origins[i] = candidate.origin;
       write(i + 1, candidate.node);
     }
     std::sort(order.begin(), order.end());
@@ -138,6 +144,7 @@ class RankedTree {
   struct Candidate {
     double value, chance;          // acceptance probability; the same given its parent, uncorrected
     int64_t parent, token, depth;  // the parent's place, -1: the root
+    int64_t origin;
     int64_t node = -1;             // its number, once it is a node
   };
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import adopt
 from engine.model.linear_backends import NATIVE
-from engine.native.growth import Growing
+from engine.native import library
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import learnt_head, random_head
@@ -281,26 +282,26 @@ def test_trees_of_other_rows_are_noticed(monkeypatch, mutant):
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
 
-def unknown_share_a_column(self, distribution, column_of_unknown):
-    return honest_columns(self, distribution, dict.fromkeys(column_of_unknown, len(self._vocab.ids_M)))
+TEXT_MUTANTS: dict[str, Callable[[library.RequestTextsStructure], dict[str, Any]]] = {
+    "nothing sure": lambda own: {"sure": 1.0},
+    "no prompt": lambda own: {"prompt": None},
+    "no prediction": lambda own: {"prediction": None},
+    "the text before": lambda own: {"num_tokens": own.num_tokens - 1},
+    "longer matches": lambda own: {"least": own.least + 1},
+}
 
 
-honest_columns = native_growth._TextPredictions._columns
+@pytest.mark.parametrize("mutant", TEXT_MUTANTS.values(), ids=TEXT_MUTANTS)
+def test_trees_of_other_texts_are_noticed(monkeypatch, mutant):
+    def of_other_texts(*args):
+        row = native_row(*args)
+        other = copy(row.texts)
+        other.structure = library.RequestTextsStructure.from_buffer_copy(row.texts.structure)
+        for name, value in mutant(other.structure).items():
+            setattr(other.structure, name, value)
+        return replace(row, texts=other)
 
-
-def nothing_is_sure(self, known, is_sure, unknown):
-    return honest_round(self, known, [False] * len(is_sure), unknown)
-
-
-honest_round = Growing.round
-
-
-@pytest.mark.parametrize(
-    ("where", "name", "mutant"),
-    [(native_growth._TextPredictions, "_columns", unknown_share_a_column), (Growing, "round", nothing_is_sure)],
-)
-def test_wrong_sequence_updates_are_detected(monkeypatch, where, name, mutant):
-    monkeypatch.setattr(where, name, mutant)
+    monkeypatch.setattr(native_growth, "_native_row", of_other_texts)
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
 

@@ -1,9 +1,8 @@
 """The index of texts by context: its matches are those of an exhaustive search."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -65,42 +64,8 @@ def test_growing_text_is_matched_at_every_token(text):
         tree.append(token_id)
 
 
-@given(texts, st.integers(1, 4))
-def test_append_returns_the_match_before_it(several, least):
-    check_learning(several, least)
-
-
-def check_learning(several: Texts, least: int) -> None:
-    tree = ContextTree()
-    for place, (before, text) in enumerate(several):
-        tree.begin(before)
-        learnt = [tree.append_and_match(token_id, least) for token_id in text]
-        for end, known in enumerate(learnt):
-            match = counted([*several[:place], (before, text[:end])], [*before, *text[:end]])
-            assert (known and (known.length, Counter(known.counts))) == enough(match, least)
-
-
 def enough(match: Match | None, least: int) -> Match | None:
     return match if match is not None and match.length >= least else None
-
-
-def test_learning_kills_self_predicting_and_growing_counts(monkeypatch):
-    several: Texts = [([], [0, 1, 2, 0, 1, 1, 2, 0, 1, 2, 0, 1])]
-    check_learning(several, 2)
-    for counts in (lambda node, token_id: dict(node.counts), lambda node, token_id: node.counts):
-        monkeypatch.setattr(ContextTree, "append_and_match", learning(counts))
-        with pytest.raises(AssertionError):
-            check_learning(several, 2)
-
-
-def learning(counts_of: Callable[[Any, int], dict[int, int]]) -> Callable[..., Match | None]:
-    """Return a way to learn that returns these counts of the last fork."""
-
-    def learn(tree: ContextTree, token_id: int, least: int) -> Match | None:
-        node = tree._add(token_id)
-        return enough(Match(node.depth, counts_of(node, token_id)), least)
-
-    return learn
 
 
 @given(texts, st.lists(tokens, max_size=12), st.integers(0, 12), st.integers(1, 4))

@@ -14,7 +14,7 @@ from engine.draft.text.text_index import Indexer
 
 def remembering(limits: RecentLimits, outputs: Sequence[tuple[str, Sequence[int]]], prompt: Sequence[int] = ()) -> RecentTexts:
     """Return what is remembered after these (tenant, output), indexed to the end."""
-    indexer = Indexer()
+    indexer = Indexer(ContextTree)
     recent = RecentTexts(limits, indexer)
     for tenant, output in outputs:
         recent.add(tenant, prompt, output)
@@ -71,7 +71,7 @@ def test_group_limits_kill_a_shared_group(monkeypatch):
 
 
 def test_touched_tenant_is_evicted_last():
-    recent = RecentTexts(LIMITS, Indexer())
+    recent = RecentTexts(LIMITS, Indexer(ContextTree))
     for tenant in ("a/1", "b/1", "c/1"):
         recent.add(tenant, (), range(10))
     recent.touch("a/1")

@@ -26,7 +26,7 @@ def tree_of(several: Sequence[TextWithContext]) -> ContextTree:
 
 @given(texts, st.integers(1, 7), token_ids)
 def test_partial_indexing_builds_the_whole_tree(several, most, context):
-    index = TextIndex()
+    index = TextIndex(ContextTree())
     for text in several:
         index.add(text)
     num_left = sum(len(text.token_ids) for text in several)
@@ -39,7 +39,7 @@ def test_partial_indexing_builds_the_whole_tree(several, most, context):
 
 
 def test_partially_indexed_text_is_matched():
-    index = TextIndex()
+    index = TextIndex(ContextTree())
     index.add(TextWithContext((9,), tuple(range(8))))
     index.index_tokens(3)
     assert index.tree.match([9]) == tree_of([TextWithContext((9,), (0, 1, 2))]).match([9])
@@ -50,7 +50,7 @@ def test_partially_indexed_text_is_matched():
 
 def indexed(lengths: Sequence[int], num_steps: int, most: int) -> tuple[list[int], list[int]]:
     """Return how much of texts of these lengths is indexed after so many steps, and how much each step did."""
-    indexer = Indexer()
+    indexer = Indexer(ContextTree)
     indexes = [
         indexer.index_of("", TextWithContext((), tuple(range(100 * place, 100 * place + length))))
         for place, length in enumerate(lengths)
@@ -72,7 +72,7 @@ def test_turns_kill_first_come_first_served(monkeypatch):
 
 
 def test_text_is_indexed_once_per_tenant():
-    indexer, text = Indexer(), TextWithContext((1,), tuple(range(50)))
+    indexer, text = Indexer(ContextTree), TextWithContext((1,), tuple(range(50)))
     indexes = [indexer.index_of("mine", TextWithContext(*map(tuple, map(list, text)))) for _ in range(128)]
     others = [indexer.index_of("other", text), indexer.index_of("mine", TextWithContext((2,), text.token_ids))]
     assert len({id(index) for index in (*indexes, *others)}) == 3
@@ -80,7 +80,7 @@ def test_text_is_indexed_once_per_tenant():
 
 
 def test_released_text_is_not_indexed():
-    indexer = Indexer()
+    indexer = Indexer(ContextTree)
     index = indexer.index_of("mine", TextWithContext((), tuple(range(50))))
     indexer.advance(10)
     del index

@@ -1,7 +1,8 @@
 """The sources of a request's drafts: its own text, its prediction, its tenant's outputs; how they are mixed and trusted."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -15,13 +16,24 @@ from engine.core.tree import PLAIN
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.draft.text import text_cache as texts
 from engine.draft.text.agreement import Agreement, TextSource
+from engine.draft.text.matching import CachedDistribution, NativeMatcher, PythonMatcher, PythonTexts, mixture
 from engine.draft.text.recent_texts import RecentLimits, RecentTexts
-from engine.draft.text.suffix_counts import ContextTree, Match
-from engine.draft.text.text_cache import CachedDistribution, TextCache
+from engine.draft.text.suffix_counts import Match
+from engine.draft.text.text_cache import TextCache
 from engine.draft.text.text_index import TextIndex
+from engine.native import library
 from tests.unit.draft.test_context_tree import counted
 
 PROMPT = (5, 6, 7)
+needs_library = pytest.mark.skipif(not library.is_available(), reason="needs the library")
+
+
+@pytest.fixture(autouse=True, scope="module", params=[pytest.param(NativeMatcher, marks=needs_library), PythonMatcher])
+def matcher(request):
+    """Run every test with each matcher."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "matcher_of", request.param)
+        yield request.param
 
 
 def test_origins_beside_model_keep_predicted_tokens():
@@ -162,24 +174,24 @@ def test_shared_texts_are_indexed_in_steps(monkeypatch):
     cache, prompt, prediction = TextCache(), tuple(range(1000)), tuple(range(1000, 1500))
     for number in range(128):
         begun(cache, prompt, str(number), prediction_ids=prediction)
-    steps = []
-    while not all(index.is_complete for index in indexes_of(cache)):
-        before = num_indexed(cache)
+    steps = [num_unindexed(cache)]
+    while steps[-1]:
         cache.advance(map(str, range(128)))
-        steps.append(num_indexed(cache) - before)
-    assert steps == [100] * 15
+        steps.append(num_unindexed(cache))
+    assert steps == [*range(1500, -1, -100)]
     assert distribution(cache, prompt[:500], request_id="7") is not None
 
 
-def num_indexed(cache: TextCache) -> int:
-    """Return how many tokens are stored in all trees, the output's aside."""
-    texts_of = [index.tree._text for index in indexes_of(cache)]
-    return sum(len(text) - (1 if text[1:2] == [0] else 1 + 32) for text in texts_of if text)
+def num_unindexed(cache: TextCache) -> int:
+    """Return how many tokens of prompts and predictions are not indexed."""
+    return sum(len(text.token_ids) for one in indexes_of(cache) for text in one._pending) - sum(
+        one._num_indexed for one in indexes_of(cache)
+    )
 
 
 def indexes_of(cache: TextCache) -> list[TextIndex]:
     """Return the indexes of prompts and predictions, each once."""
-    found = (index for one in cache._tracked.values() for index in (one.prompt, one.prediction) if index is not None)
+    found = (index for one in cache._tracked.values() for index in one.indexes if index is not None)
     return list({id(index): index for index in found}.values())
 
 
@@ -246,7 +258,7 @@ mixtures = st.lists(st.tuples(st.sampled_from(TextSource), matches, st.floats(0.
 
 @given(mixtures)
 def test_mixture_is_normalised_with_bounded_confidence(several):
-    found = texts._mixture(several)
+    found = mixture(several)
     assert sum(found.probs.values()) == pytest.approx(1.0)
     assert set(found.probs) == {token_id for _, match, _ in several for token_id in match.counts}
     chances = [chance for _, _, chance in several]
@@ -275,7 +287,17 @@ def test_agreement_is_learnt_before_token_is_added():
     history = begun(cache)
     history += range(10, 60)
     distribution(cache, history)
-    assert not cache._agreement._rates
+    assert not rates_of(cache)
+
+
+def rates_of(cache: TextCache) -> dict[Any, Any]:
+    """Return what a cache has learnt: agreed and observed by source, class of lengths and class of shares."""
+    if isinstance(cache._matcher, PythonMatcher):
+        return cache._matcher.agreement._rates
+    assert isinstance(cache._matcher, NativeMatcher)
+    pairs = zip(*[iter(cache._matcher.rates)] * 2, strict=True)
+    classes = product(TextSource, range(10), range(5))
+    return {one: pair for one, pair in zip(classes, pairs, strict=True) if pair[1]}
 
 
 def rates_of_a_text(is_read: bool) -> dict[Any, Any]:
@@ -290,7 +312,7 @@ def rates_of_a_text(is_read: bool) -> dict[Any, Any]:
             cache.chain_length("r", 4, 0.5)
     cache.distributions_after([(row_of("r", history), ())])  # a sequence that queried the cache is followed to its end
     cache.advance(["r"])
-    return cache._agreement._rates
+    return rates_of(cache)
 
 
 def steps_that_follow(is_read: bool) -> list[int]:
@@ -371,33 +393,31 @@ def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
         match = counted([([], history[:position])], history[:position])
         if match is not None and match.length >= least:
             expected.observe(TextSource.OWN, match, history[position])
-    assert cache._agreement._rates == expected._rates
+    assert rates_of(cache) == expected._rates
 
 
-_add, _follow = ContextTree._add, TextCache._learn_committed
+_learn = PythonTexts.learn
 
 
-def predicts_itself(tree: ContextTree, token_id: int, least: int) -> Match | None:
-    fork = _add(tree, token_id)
-    return Match(fork.depth, dict(fork.counts)) if fork.depth >= least else None
-
-
-def learns_from_another_token(cache: TextCache, one: texts._TrackedRequest, max_tokens: int) -> int:
-    one.next_matches = one.next_matches._replace(position=one.num_learned) if one.next_matches.matches else one.next_matches
-    return _follow(cache, one, max_tokens)
+def learns_after_the_token(own: PythonTexts, history: Sequence[int], first: int, end: int) -> bool:
+    """Let each token predict itself."""
+    assert own.output is not None
+    own.output.extend(history[first:end])
+    return _learn(replace(own, output=None), history, first, end)
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "mutant"),
+    "mutant",
     [
-        (ContextTree, "append_and_match", predicts_itself),
-        (Match, "copy", lambda match: match),
-        (TextCache, "_learn_committed", learns_from_another_token),
+        learns_after_the_token,
+        lambda own, history, first, end: _learn(replace(own, prompt=None), history, first, end),
+        lambda own, history, first, end: _learn(own, history, min(first + 1, end), end),
     ],
 )
-def test_teaching_kills(owner, name, mutant, monkeypatch):
+def test_teaching_kills(mutant, monkeypatch):
+    monkeypatch.setattr(texts, "matcher_of", PythonMatcher)
     steps: Steps = [([0], False), ([0], True), ([1, 0, 1], True), ([0], False)]
     check_teaching([0, 1], steps, 1)
-    monkeypatch.setattr(owner, name, mutant)
+    monkeypatch.setattr(PythonTexts, "learn", mutant)
     with pytest.raises(AssertionError):
         check_teaching([0, 1], steps, 1)
