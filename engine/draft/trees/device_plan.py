@@ -1,6 +1,6 @@
 """The sizes and numbers of trees that grow on a device: what the host knows of a step before it. Shape key: F fields."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -87,7 +87,7 @@ class PlannedTree:
         count = expansion.num_draft_tokens
         thresholds = (0.0,) * count if self.places else costs.least_chances(expansion)
         of_places = ([*children, *[0] * shape.num_scored][: shape.num_scored] for children in self.places)
-        keys = (stream_key(row.seed, row.root_position + 1 + depth, Stream.TOKEN) for depth in range(shape.num_rounds))
+        keys = (stream_key(row.seed, row.root_position + 1 + depth, Stream.TOKEN) for depth in range(shape.num_rounds + 1))
         return {
             "is_noisy": [row.draw_kind is TreeKind.SHARED_NOISE],
             "is_valued": [self.is_valued],
@@ -196,16 +196,19 @@ class DevicePlan:
         own, end = tree.row.slots[tree.row.root_position :], self.shape.num_nodes + 1
         return [*own, *[own[0]] * end][:end]
 
-    def numbers(self, passes: LevelPasses, batch: PackedBatch, shape: Shape) -> Int[np.ndarray[Any, np.dtype[np.int64]], "B F"]:
-        """Return TreeNumbers as a table. Trees of padding have no root."""
+    def numbers(
+        self, passes: LevelPasses, batch: PackedBatch, shape: Shape, known: Container[int]
+    ) -> Int[np.ndarray[Any, np.dtype[np.int64]], "B F"]:
+        """Return TreeNumbers as a table. Trees without logits at the root, which are not in `known`, and padding do not grow."""
         columns = passes.recordings.columns
         table_BF = np.zeros((self.shape.num_trees, sum(field_widths(self.shape).values())), dtype=np.int64)
         starts = dict(zip(field_widths(self.shape), accumulate(field_widths(self.shape).values(), initial=0), strict=False))
         first_tail = starts["tails"]
         table_BF[:, first_tail : first_tail + 3] = tail_places(batch, shape, columns)
-        for tree, row_F in zip(self.trees, table_BF, strict=False):
-            position = tree.row.root_position - passes.first_position
-            for name, values in {**tree.numbers(self.shape), "slots": self._slots(tree), "position": [position]}.items():
+        for index, (tree, row_F) in enumerate(zip(self.trees, table_BF, strict=False)):
+            numbers = {**tree.numbers(self.shape)} if index in known else {}
+            numbers |= {"slots": self._slots(tree), "position": [tree.row.root_position - passes.first_position]}
+            for name, values in numbers.items():
                 kind = np.float64 if TreeNumbers._fields.index(name) >= FIRST_FLOAT else np.int64
                 row_F[starts[name] : starts[name] + len(values)] = np.array(values, dtype=kind).view(np.int64)
         return table_BF

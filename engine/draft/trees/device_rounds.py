@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from engine.attention.paged.completion import GrownNodes
 from engine.attention.paged.graphs import TablePass
 from engine.attention.paged.levels import Lanes, feed_lanes
 from engine.draft.trees.best_first import PRIOR_CONTINUED, PRIOR_EXPANDED
@@ -47,7 +48,10 @@ class _Scored(NamedTuple):
 
 
 class DeviceRounds:
-    """Owns the state of growing trees. `begin`, then `advance` before the pass of each further level. Neither waits."""
+    """Owns the state of growing trees. `begin`, then `advance` before the pass of each further level, then `finish`. None waits.
+
+    `nodes` are the finished trees, and `is_node_BN` are the places of their nodes.
+    """
 
     def __init__(
         self, shape: RoundShape, table_pass: TablePass, ids_M: Int[Tensor, " M"] | None, num_known: int, dummy_slot: int
@@ -75,6 +79,8 @@ class DeviceRounds:
         self._num_offered_B1, self._num_fed_B1 = integers(1), integers(1)
         self._round_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self.found_BRWQ = floats(shape.num_rounds, width, NUM_FACTS + 3 * shape.num_kept)
+        self.is_node_BN = integers(num_nodes).bool()
+        self.nodes = GrownNodes(*(integers(num_nodes) for _ in range(4)), shape.num_rounds)
 
     def begin(self) -> None:
         """Start the trees of `numbers_BF`: the first lane of each has its root."""
@@ -140,13 +146,40 @@ class DeviceRounds:
         for kept, new in zip(self._scored, made, strict=False):
             kept.index_copy_(1, columns, new.reshape(-1, width * count))
 
+    def _best(self) -> tuple[Int[Tensor, "B N"], Float[Tensor, "B N"], Bool[Tensor, "B N"]]:
+        """Return the best scored nodes, their values, and whether they would be kept if growth ended now."""
+        sorted_values, order_BN = self._scored.value.sort(dim=1, descending=True, stable=True)
+        count = min(self._shape.num_nodes, order_BN.shape[1])
+        order_BN, value_BN = order_BN[:, :count], sorted_values[:, :count]
+        return order_BN, value_BN, (value_BN >= self._given.thresholds[:, :count]).cumprod(1) > 0
+
+    def finish(self) -> None:
+        """Number the kept nodes as best_first does: fed nodes first, in this order. Nodes of a fixed shape are sorted by age."""
+        given, scored, num_nodes = self._given, self._scored, self._shape.num_nodes
+        order_BN, _, is_kept_BN = self._best()
+        count = order_BN.shape[1]
+        place_N = torch.arange(1, count + 1, device=self._device)
+        fed_BN = scored.node.gather(1, order_BN)  # 0 of a node that is not fed
+        is_by_place_BN = (given.is_fixed > 0) | (fed_BN == 0)
+        rank_BN = torch.where(is_by_place_BN, num_nodes + place_N, fed_BN)
+        sorted_BN = torch.where(is_kept_BN, rank_BN, 3 * num_nodes).argsort(1)
+        order_BN, fed_BN, is_kept_BN = (one.gather(1, sorted_BN) for one in (order_BN, fed_BN, is_kept_BN))
+        new_BN = torch.zeros_like(self._depth_BN)  # by the number as a fed node
+        new_BN.scatter_(1, torch.where(is_kept_BN & (fed_BN > 0), fed_BN, num_nodes + 1), place_N.expand_as(fed_BN))
+        token_BN, depth_BN, parent_BN = (one.gather(1, order_BN) for one in (scored.token, scored.depth, scored.parent))
+        depth_BN = torch.where(is_kept_BN, depth_BN, 1)
+        made = (token_BN, new_BN.gather(1, parent_BN), depth_BN, given.keys.gather(1, depth_BN))
+        nothing = (0, 0, 1, 0)
+        self.is_node_BN.zero_()
+        self.is_node_BN[:, :count] = is_kept_BN
+        for kept_BN, new, padding in zip(self.nodes[:4], made, nothing, strict=True):
+            kept_BN.fill_(padding)
+            kept_BN[:, :count] = torch.where(is_kept_BN, new, padding)
+
     def _choose(self) -> None:
         """Choose the best new nodes that would be kept if growth ended now."""
         given, scored, width = self._given, self._scored, self._shape.width
-        sorted_values, order_BN = scored.value.sort(dim=1, descending=True, stable=True)
-        count = min(self._shape.num_nodes, order_BN.shape[1])
-        order_BN, value_BN = order_BN[:, :count], sorted_values[:, :count]
-        is_kept_BN = (value_BN >= given.thresholds[:, :count]).cumprod(1) > 0
+        order_BN, value_BN, is_kept_BN = self._best()
         has_children_BN = given.num_children.gather(1, scored.place.gather(1, order_BN)) > 0
         is_inner_BN = torch.where(given.is_fixed > 0, has_children_BN, scored.depth.gather(1, order_BN) < given.depth)
         is_new_BN = is_kept_BN & is_inner_BN & (scored.node.gather(1, order_BN) == 0)
