@@ -15,19 +15,31 @@ from torch import Tensor
 
 from engine.attention.packing import pack
 from engine.attention.paged.completion import GrownNodes
+from engine.attention.paged.graph_recorder import Recorder
 from engine.attention.paged.graphs import TablePass
 from engine.attention.paged.table import Shape
 from engine.core.step_plan import Row
 from engine.core.tree import ROOT, TreeKind
-from engine.draft.drafter import FrontierNode, GrowingTree, LevelPasses, ModelPasses, Proposal, RecordedDrafter
+from engine.draft.drafter import (
+    FrontierNode,
+    GrowingTree,
+    LevelDrafter,
+    LevelPasses,
+    LevelProposal,
+    ModelPasses,
+    Proposal,
+    RecordedDrafter,
+    RecordedLevelDrafter,
+)
 from engine.draft.trees.best_first import ChosenNodes, NodeOfParent
-from engine.draft.trees.device_plan import DevicePlan, PlannedTree, can_grow_on_device
+from engine.draft.trees.device_plan import DevicePlan, PlannedTree, can_grow_on_device, power_of_two
 from engine.draft.trees.device_ranking import RoundShape
-from engine.draft.trees.device_rounds import NUM_FACTS, DeviceRounds
+from engine.draft.trees.device_rounds import NUM_FACTS, DeviceRounds, LevelRounds, PassRounds
 from engine.draft.trees.sampling import ChildCandidates
 from engine.utils.host_transfer import arrays, integers
 
 _MOST_LANES = 256  # whose distributions are in memory together
+MOST_RANKED = 256  # distributions of levels, which are too
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -55,6 +67,7 @@ class StartedRounds:
     plan: DevicePlan
     rounds: DeviceRounds
     fed: ModelPasses  # before the first round
+    runs_passes: bool  # between rounds
 
     @property
     def nodes(self) -> GrownNodes:
@@ -76,7 +89,7 @@ class StartedRounds:
             kept = [NodeOfParent(int(parent), int(token_id)) for parent, token_id in zip(*(one[is_node_N] for one in node_N))]
             candidates = dict(_candidates(found_RWQ, tree.row, self.plan.shape))
             trees.append(GrownTree(ChosenNodes([*_rounds(found_RWQ, self.plan.shape)], kept), candidates))
-        return trees, self.fed + ModelPasses(self.plan.num_rounds - 1, num_fed)
+        return trees, self.fed + (ModelPasses(self.plan.num_rounds - 1, num_fed) if self.runs_passes else ModelPasses())
 
 
 class DeviceOffers:
@@ -118,10 +131,10 @@ class DeviceGrowth:
         shape = plan.pass_shape(passes.recordings)
         if plan.num_lanes > _MOST_LANES or shape is None:
             return None
-        proposal = self._drafter.feed(feeding, [FrontierNode(GrowingTree(tree.row), ROOT, tree.num_scored) for tree in trees])
+        proposal = self._drafter.feed(feeding, _roots(trees))
         with torch.inference_mode():
             rounds = self._run(plan, shape, passes, proposal)
-        return StartedRounds(plan, rounds, proposal.passes)
+        return StartedRounds(plan, rounds, proposal.passes, runs_passes=True)
 
     def _run(self, plan: DevicePlan, shape: Shape, passes: LevelPasses, proposal: Proposal) -> DeviceRounds:
         """Run all rounds without waiting for them."""
@@ -132,7 +145,7 @@ class DeviceGrowth:
         previous = [[0] * plan.num_lanes] * (len(recordings.columns.tokens) - len(batch.tokens_3T))
         fits = recordings.load(batch, shape, previous, places)
         assert fits
-        numbers_BF = plan.numbers(passes, batch, shape, proposal.indices)
+        numbers_BF = plan.numbers_of_pass(passes, batch, shape, proposal.indices)
         recorded.rounds.numbers_BF.copy_(arrays([numbers_BF], recordings.device)[0])
         recorded.begin()
         lanes_P = integers([plan.shape.width * index for index in proposal.indices], recordings.device)
@@ -150,11 +163,61 @@ class DeviceGrowth:
         if key not in self._recorded:
             table_pass = passes.recordings.pass_of(pass_shape)
             ids_M = None if passes.vocab is None else passes.vocab.ids_M
-            rounds = DeviceRounds(shape, table_pass, ids_M, passes.recordings.width, passes.dummy_slot)
+            rounds = PassRounds(shape, table_pass, ids_M, passes.recordings.width, passes.dummy_slot)
             record = passes.recordings.recorder.record
             steps = map(record, (rounds.begin, rounds.advance, rounds.finish))
             self._recorded[key] = _Recorded(rounds, table_pass, *steps)
         return self._recorded[key]
+
+
+class LevelGrowth:
+    """Grows trees over levels that a drafter has predicted. Owns the recordings of all rounds, one for each shape of them."""
+
+    def __init__(self, drafter: LevelDrafter) -> None:
+        self._drafter = drafter
+        self._logits_PM: Tensor | None = None  # of which each shape of rounds reads the first
+        self._recorded: dict[tuple[RoundShape, int], tuple[LevelRounds, Callable[[], None]]] = {}
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        return self._drafter.recorder if isinstance(self._drafter, RecordedLevelDrafter) else None
+
+    def can_grow(self, rows: Sequence[Row]) -> bool:
+        """Return whether rounds can be recorded, all trees are of kinds that a device can grow, and their levels are few."""
+        drafting = [row for row in rows if row.is_drafting]
+        if self._recorder is None or not drafting or not all(map(can_grow_on_device, drafting)):
+            return False
+        return power_of_two(len(drafting)) * max(row.expansion.max_depth for row in drafting) <= MOST_RANKED
+
+    def start(self, feeding: Sequence[Row], trees: Sequence[PlannedTree]) -> StartedRounds:
+        """Feed the drafter and start to grow trees."""
+        levels = self._drafter.feed_levels(feeding, _roots(trees))
+        plan = DevicePlan.of(trees, levels.logits_BLM.shape[2])
+        with torch.inference_mode():
+            rounds, run = self._recorded_for(plan.shape, levels)
+            device = rounds.levels_BLM.device
+            rounds.numbers_BF.copy_(arrays([plan.numbers(levels.indices)], device)[0])
+            if levels.indices:
+                rounds.levels_BLM.index_copy_(0, integers(levels.indices, device), levels.logits_BLM)
+            run()
+        return StartedRounds(plan, rounds, levels.passes, runs_passes=False)
+
+    def _recorded_for(self, shape: RoundShape, levels: LevelProposal) -> tuple[LevelRounds, Callable[[], None]]:
+        """Return rounds, and what runs all of them."""
+        num_levels, num_known = max(1, levels.logits_BLM.shape[1]), levels.logits_BLM.shape[2]
+        key, recorder = (shape, num_levels), self._recorder
+        if key not in self._recorded:
+            assert recorder is not None
+            if self._logits_PM is None:
+                self._logits_PM = levels.logits_BLM.new_zeros(MOST_RANKED, num_known)
+            levels_BLM = self._logits_PM[: shape.num_trees * num_levels].view(shape.num_trees, num_levels, num_known)
+            rounds = LevelRounds(shape, levels_BLM, None if levels.vocab is None else levels.vocab.ids_M)
+            self._recorded[key] = rounds, recorder.record(rounds.run)
+        return self._recorded[key]
+
+
+def _roots(trees: Sequence[PlannedTree]) -> list[FrontierNode]:
+    return [FrontierNode(GrowingTree(tree.row), ROOT, tree.num_scored) for tree in trees]
 
 
 def _rounds(found_RWQ: Any, shape: RoundShape) -> Iterator[list[NodeOfParent]]:

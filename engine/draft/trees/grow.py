@@ -6,9 +6,8 @@ V vocabulary, R recorded distributions.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -23,7 +22,7 @@ from engine.draft.text.text_cache import TextCache
 from engine.draft.trees.best_first import BestFirst, ChosenBestFirst, ChosenNodes
 from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_probs
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
-from engine.draft.trees.device_growth import DeviceGrowth, DeviceOffers, StartedRounds
+from engine.draft.trees.device_growth import MOST_RANKED, DeviceGrowth, DeviceOffers, LevelGrowth, StartedRounds
 from engine.draft.trees.device_plan import PlannedTree
 from engine.draft.trees.grower import (
     Growth,
@@ -49,8 +48,6 @@ from engine.utils.host_transfer import arrays_of, integers
 from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict, VerificationFailure
 
-_MOST_RANKED = 256  # distributions, which are in memory together
-
 
 def growers_of(drafter: Drafter | None, vocab_size: int, device: torch.device) -> tuple[TreeGrower, ...]:
     """Return the ways to grow trees, the fastest first. Without a drafter, all trees are roots."""
@@ -71,7 +68,7 @@ def _grower_without_waits(drafter: Drafter, vocab_size: int, device: torch.devic
         of_model = _grower_without_waits(drafter.model, vocab_size, device)
         return None if of_model is None else ModelAloneGrower(of_model, drafter.texts)
     if isinstance(drafter, LevelDrafter):
-        return LevelGrower(drafter, vocab_size, device)
+        return LevelGrower(drafter, vocab_size, device, LevelGrowth(drafter))
     return DeviceGrower.of(drafter, vocab_size, device) if isinstance(drafter, RecordedDrafter) else None
 
 
@@ -143,13 +140,14 @@ class LevelGrower:
     drafter: LevelDrafter
     vocab_size: int
     device: torch.device
+    growth: LevelGrowth | None = None
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         """Return whether no tree samples or edits, and the ranked distributions are few."""
         drafting = [row for row in rows if row.is_drafting]
         most_levels = max((row.expansion.max_depth for row in drafting), default=0)
         is_ranked = all(row.draw_kind in RANKED_KINDS and not row.sampling.edits_logits for row in drafting)
-        return is_ranked and len(drafting) * most_levels <= _MOST_RANKED
+        return is_ranked and len(drafting) * most_levels <= MOST_RANKED
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
         """Feed the drafter the missing tokens and grow every decoding row's tree by its strategy."""
@@ -157,6 +155,14 @@ class LevelGrower:
         strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
         offers = _OffersByLevel(self.drafter, [row for row in rows if row.draft_ids])
         return _grown(strategies, offers, self.vocab_size, self.device)
+
+    def start(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth | UnreadGrowth:
+        """Start to grow the trees on the device if it can."""
+        if self.growth is None or not self.growth.can_grow(rows):
+            return self.grow(rows, calibrations, grammars)
+        started = _started(self.growth.start, rows, calibrations, self.vocab_size, self.device)
+        assert started is not None
+        return started
 
 
 @runtime_checkable
@@ -220,25 +226,37 @@ class DeviceGrower:
     def start(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth | UnreadGrowth:
         """Start to grow the trees. If a recorded pass is too small for them, they grow in rounds."""
         del grammars  # a row with a grammar edits its logits
-        feeding, decoding = [row for row in rows if row.draft_ids], [row for row in rows if row.is_decoding]
-        clock = DeviceClock(self.device)
-        started = self.growth.start(feeding, [PlannedTree(row, calibrations.of(row)) for row in decoding if row.is_drafting])
-        if started is None:
-            strategies = [strategy_of(row, calibrations.of(row)) for row in decoding]
-            return _grown(strategies, _OffersByPass(self.drafter, feeding, None), self.vocab_size, self.device)
-        read = partial(self._read, started, decoding, calibrations)
-        clock.stop()
-        return UnreadGrowth(tuple(map(_with_room, decoding)), started.nodes, started.results, read, clock)
+        started = _started(self.growth.start, rows, calibrations, self.vocab_size, self.device)
+        if started is not None:
+            return started
+        strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
+        offers = _OffersByPass(self.drafter, [row for row in rows if row.draft_ids], None)
+        return _grown(strategies, offers, self.vocab_size, self.device)
 
-    def _read(
-        self, started: StartedRounds, decoding: Sequence[Row], calibrations: Calibrations, results: Sequence[NDArray[np.float64]]
-    ) -> Growth:
-        """Return the trees that the device has grown."""
-        trees, passes = started.read(results)
-        by_id = {planned.row.request_id: tree for planned, tree in zip(started.plan.trees, trees, strict=True)}
+
+def _started(
+    start: Callable[[Sequence[Row], Sequence[PlannedTree]], StartedRounds | None],
+    rows: Sequence[Row],
+    calibrations: Calibrations,
+    vocab_size: int,
+    device: torch.device,
+) -> UnreadGrowth | None:
+    """Start to grow the trees of a step; None if that is not possible, and nothing ran."""
+    decoding, clock = [row for row in rows if row.is_decoding], DeviceClock(device)
+    planned = [PlannedTree(row, calibrations.of(row)) for row in decoding if row.is_drafting]
+    rounds = start([row for row in rows if row.draft_ids], planned)
+    if rounds is None:
+        return None
+
+    def read(results: Sequence[NDArray[np.float64]]) -> Growth:
+        trees, passes = rounds.read(results)
+        by_id = {one.row.request_id: tree for one, tree in zip(planned, trees, strict=True)}
         chosen = {request_id: tree.chosen for request_id, tree in by_id.items()}
         strategies = [strategy_of(row, calibrations.of(row), chosen.get(row.request_id)) for row in decoding]
-        return _grown(strategies, DeviceOffers(by_id, passes), self.vocab_size, self.device)
+        return _grown(strategies, DeviceOffers(by_id, passes), vocab_size, device)
+
+    clock.stop()
+    return UnreadGrowth(tuple(map(_with_room, decoding)), rounds.nodes, rounds.results, read, clock)
 
 
 def _with_room(row: Row) -> TokenTree:
