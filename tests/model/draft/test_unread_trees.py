@@ -14,23 +14,26 @@ from torch import Tensor
 from engine.attention.paged.completion import GrownNodes
 from engine.attention.paged.graphs import GraphedFunction
 from engine.attention.paged.padding_shapes import PaddingShapes
-from engine.attention.paged.reference import _seen
+from engine.attention.paged.reference import _seen, attend
 from engine.attention.paged.table import NUM_TILE_FIELDS, PagedBatch, Shape, num_words
 from engine.attention.scoring import Scoring
 from engine.core.policy import FixedExpansion
 from engine.core.tree import parse_expansion
-from engine.draft.trees.grow import DeviceGrower, RoundGrower
+from engine.draft.trees.device_growth import LevelGrowth
+from engine.draft.trees.grow import DeviceGrower, LevelGrower, RoundGrower
 from engine.draft.trees.grower import Growth, UnreadGrowth
 from engine.engine import Engine
 from engine.model import passes, target
 from engine.native import distributions, noise
 from engine.sampling import choice_reference, device_choice
 from tests.model.attention.test_recordings import CONFIG, steps_of
+from tests.model.draft.test_checkpoint_drafters import checkpoint_engine
 from tests.model.draft.test_device_growth import REQUESTS, AnyTree, counted_reads, engine_of
-from tests.model.draft.test_level_growth import is_same
+from tests.model.draft.test_level_growth import numbers_of, shape_of
 from tests.model.driving import greedy, run, sampled
 from tests.model.passes import CPU
 
+LEVELS = ("medusa", "dflash")
 LONG = [3 + (5 * place) % 50 for place in range(40)]  # more than a step's tokens
 CROWD = [
     *REQUESTS,
@@ -60,12 +63,18 @@ class Watched:
         cls, drafter: str, folder: Path, policy: Any, reads_first: bool = False, num_slots: int = CONFIG.num_slots
     ) -> "Watched":
         steps, config = steps_of(64, 20_000), replace(CONFIG, num_slots=num_slots)
-        engine = engine_of(drafter, folder, policy, steps)
+        if drafter in LEVELS:
+            engine = checkpoint_engine(folder, drafter, config=CONFIG)
+            engine.target.model.attend = attend
+            engine.drafter.recorder = steps.recorder  # type: ignore[union-attr]
+        else:
+            engine = engine_of(drafter, folder, policy, steps)
         if not isinstance(engine.target._passes, passes.RecordedPasses):
             engine.target.record(steps)
         engine = Engine(engine.info, config, engine.target, engine.drafter, policy)
         sizes = engine.drafter, engine.info.vocab_size, CPU
-        engine._growers = (engine._growers[0], DeviceGrower.of(*sizes), RoundGrower(*sizes))  # type: ignore[arg-type]
+        by_device: Any = LevelGrower(*sizes, LevelGrowth(engine.drafter)) if drafter in LEVELS else DeviceGrower.of(*sizes)  # type: ignore[arg-type]
+        engine._growers = (engine._growers[0], by_device, RoundGrower(*sizes))  # type: ignore[arg-type]
         watched = cls(engine)
         forward = engine._forward
 
@@ -99,13 +108,13 @@ def both_ways(drafter: str, folder: Path, seed: int = 0, num_slots: int = CONFIG
 
 def is_same_step(found: SimpleNamespace, expected: SimpleNamespace) -> bool:
     logits = found.passed.nodes_NV, expected.passed.nodes_NV
-    if not is_same(found.growth, expected.growth) or logits[0].shape != logits[1].shape:
-        return False
-    return torch.allclose(*logits, atol=1e-4)
+    numbers, shapes = ([of(one.growth) for one in (found, expected)] for of in (numbers_of, shape_of))
+    is_near = numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-6, nan_ok=True)
+    return shapes[0] == shapes[1] and is_near and torch.allclose(*logits, atol=1e-4)
 
 
 @pytest.mark.usefixtures("poisoned_pools")
-@pytest.mark.parametrize("drafter", ["model", "repadded", "head", "eagle3", "eagle3 of a window"])
+@pytest.mark.parametrize("drafter", ["model", "repadded", "head", "eagle3", "eagle3 of a window", *LEVELS])
 @pytest.mark.parametrize("num_slots", [64, 90])
 def test_unread_trees_are_those_read_first(drafter, num_slots, tmp_path):
     """Also beside prompt chunks, for trees that end early, and with so few slots that trees are cut and requests preempted."""
@@ -166,7 +175,7 @@ def reads_by_step(one: Watched, requests: Sequence[Any]) -> list[tuple[list[str]
 
 
 @pytest.mark.parametrize("tree", ["4.1.0", "noise_aware.8.4.5", "0.1.0"])
-@pytest.mark.parametrize("drafter", ["model", "head", "eagle3"])
+@pytest.mark.parametrize("drafter", ["model", "head", "eagle3", "medusa"])
 def test_steps_read_once(drafter, tree, tmp_path):
     """Of drafting rows, greedy and coupled together, and of plain ones. A step that reads trees first reads twice."""
     requests = [one for one in CROWD if one.request_id != "truncated"]  # which is verified level by level
