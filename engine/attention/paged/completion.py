@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.attention.packing import PackedBatch
 from engine.attention.paged.graphs import TablePass
 from engine.attention.paged.levels import words_of
-from engine.attention.paged.table import IDS, POSITIONS, WORD_BITS, num_words, tail_places
+from engine.attention.paged.table import IDS, POSITIONS, WORD_BITS, Room, num_words, tail_places
 from engine.utils.host_transfer import arrays
 
 _LOW_KEYS = -2  # the output column of the low halves of keys; the high halves follow
@@ -32,19 +32,6 @@ class GrownNodes(NamedTuple):
     depths_BN: Int[Tensor, "B N"]
     keys_BN: Int[Tensor, "B N"]
     most_depth: int
-
-
-class Room(NamedTuple):
-    """The place of a tree in a table: its first node's token, output, tail position and seen bits, each without the root's."""
-
-    num_nodes: int
-    root_position: int
-    first_token: int
-    first_output: int
-    first_tail: int
-    first_word: int
-    num_words: int
-    root_bit: int
 
 
 Rooms = Int[np.ndarray[Any, np.dtype[np.int64]], "B 8"]

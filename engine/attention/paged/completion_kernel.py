@@ -1,13 +1,12 @@
 """The kernel of engine.attention.paged.completion: a program writes the nodes of one tree into their room in a table.
 
-Shape key: NODES nodes of a tree without its root, a power of two. The fields of a room are those of completion.Room.
+Shape key: NODES nodes of a tree without its root, a power of two. The fields of a room are those of table.Room.
 """
 
 import triton
 import triton.language as tl
 
-from engine.attention.paged.completion import Room
-from engine.attention.paged.table import WORD_BITS
+from engine.attention.paged.table import WORD_BITS, Room
 
 _FIELDS = tl.constexpr(len(Room._fields))
 _BITS = tl.constexpr(WORD_BITS)

@@ -208,11 +208,10 @@ class DevicePlan:
     def numbers_of_pass(self, passes: LevelPasses, batch: PackedBatch, shape: Shape, known: Container[int]) -> NumberTable:
         """Return the same table with the places of slots in a pass's table."""
         table_BF = self.numbers(known)
-        slots = [[*map(self._slots, self.trees)], [tree.row.root_position - passes.first_position for tree in self.trees]]
-        for row_F, places in zip(table_BF, tail_places(batch, shape, passes.recordings.columns).tolist(), strict=True):
-            self._write(row_F, {"tails": places})
-        for row_F, own, position in zip(table_BF, *slots, strict=False):
-            self._write(row_F, {"slots": own, "position": [position]})
+        for row_F, tails in zip(table_BF, tail_places(batch, shape, passes.recordings.columns).tolist(), strict=True):
+            self._write(row_F, {"tails": tails})
+        for row_F, tree in zip(table_BF, self.trees, strict=False):
+            self._write(row_F, {"slots": self._slots(tree), "position": [tree.row.root_position - passes.first_position]})
         return table_BF
 
     def _write(self, row_F: NumberTable, numbers: Mapping[str, Sequence[float]]) -> None:

@@ -68,7 +68,7 @@ class DeviceRounds(ABC):
         self._round_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self.found_BRWQ = floats(shape.num_rounds, width, NUM_FACTS + 3 * shape.num_kept)
         self.is_node_BN = integers(shape.num_nodes).bool()
-        self.nodes = GrownNodes(*(integers(shape.num_nodes) for _ in range(4)), shape.num_rounds)
+        self.nodes = GrownNodes._make([*(integers(shape.num_nodes) for _ in range(4)), shape.num_rounds])
 
     def _integers(self, *sizes: int) -> Tensor:
         return torch.zeros(self._shape.num_trees, *sizes, dtype=torch.int64, device=self._device)

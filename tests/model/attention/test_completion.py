@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.attention.packing import PackedBatch, pack
-from engine.attention.paged.completion import GrownNodes, Room, complete_by_kernel, complete_by_torch, rooms_of
+from engine.attention.paged.completion import GrownNodes, complete_by_kernel, complete_by_torch, rooms_of
 from engine.attention.paged.graphs import TablePass
-from engine.attention.paged.table import Shape, TableColumns, table_of
+from engine.attention.paged.table import Room, Shape, TableColumns, table_of
 from engine.attention.segments import tree_segment
 from engine.core.rng_keys import Stream, stream_key
 from engine.core.tree import TokenTree
@@ -44,7 +44,9 @@ class Step:
 
     def table(self, trees: Sequence[TokenTree], keys: Callable[[int, int], int]) -> tuple[PackedBatch, list[int], TablePass]:
         """Return the table with these trees, whose nodes have keys by row and depth."""
-        segments, rows, of_nodes, start, slots = [], [], [], 0, iter(self._order)
+        rows: list[int] = []
+        of_nodes: list[int] = []
+        segments, start, slots = [], 0, iter(self._order)
         for index, ((context, certain, is_decoding, *_), tree) in enumerate(zip(self._rows, trees, strict=True)):
             own = [next(slots) for _ in range(context + len(certain) + tree.num_nodes - 1)]
             segments.append(tree_segment(certain, tree, context, own))
@@ -83,7 +85,7 @@ class Step:
             keys = [signed(_key(index, depth)) for depth in tree.depths]
             for column, numbers in zip(columns, (tree.token_ids, tree.parents, tree.depths, keys), strict=True):
                 column[place, : tree.num_nodes - 1] = torch.tensor(numbers[1:], dtype=torch.int64)
-        complete(one, GrownNodes(*columns, max(1, self.deepest)), rooms_of(batch, one, rows))
+        complete(one, GrownNodes._make([*columns, max(1, self.deepest)]), rooms_of(batch, one, rows))
         return one.table
 
 
@@ -119,7 +121,7 @@ def test_kernel_completes_as_the_reference(sizes):
         assert torch.equal(step.completed(by_kernel), step.completed(complete_by_torch))
 
 
-def changed_nodes(**changes: Callable[[GrownNodes], Tensor]) -> Callable[[Complete], Complete]:
+def changed_nodes(**changes: Callable[[GrownNodes], Any]) -> Callable[[Complete], Complete]:
     """Return a mutation of the nodes."""
 
     def mutant(complete: Complete) -> Complete:

@@ -158,7 +158,7 @@ def test_absent_nodes_change_no_bit(drafter, tmp_path, monkeypatch):
     assert num_smaller >= 3
 
 
-def reads_by_step(one: Watched, requests: Sequence[Any]) -> list[tuple[list[str], list[tuple[str, ...]]]]:
+def reads_by_step(one: Watched, requests: Sequence[Any]) -> list[tuple[list[str], list[str]]]:
     """Return the reads of each step, and the decoding rows' kinds of it."""
     step, found = one.engine.step, []
 
@@ -283,14 +283,19 @@ def assert_close(found: Sequence[Any], expected: Sequence[Any]) -> None:
         assert one.top_ids == other.top_ids
 
 
+def facts_of(engine: Engine) -> list[Any]:
+    """Run requests and return the features of their roots after each step."""
+    facts: list[Any] = []
+    engine.roots.watch()
+    run(engine, CROWD, lambda _: facts.append(engine.roots.facts([one.request_id for one in CROWD])))
+    return facts
+
+
 def test_root_features_are_those_of_trees_read_first(tmp_path):
     """A policy's inputs are of the nodes at which the trees ended."""
     ways = [Watched.of("head", tmp_path / str(reads), AnyTree(1), reads) for reads in (False, True)]
-    facts: list[list[Any]] = [[], []]
-    for one, of_way in zip(ways, facts, strict=True):
-        one.engine.roots.watch()
-        run(one.engine, CROWD, lambda engine, of_way=of_way: of_way.append(engine.roots.facts([one.request_id for one in CROWD])))
-    assert len(facts[0]) == len(facts[1]) > 5
+    facts = [facts_of(one.engine) for one in ways]
+    assert len(facts[0]) > 5
     for found, expected in zip(*facts, strict=True):
         for name in ("is_known_B", "target_BD", "draft_BW", "scalars_BS"):
             assert np.allclose(getattr(found, name), getattr(expected, name), atol=1e-4)
@@ -299,13 +304,13 @@ def test_root_features_are_those_of_trees_read_first(tmp_path):
 
 def with_nodes(change: Callable[[GrownNodes], GrownNodes]) -> Callable[[pytest.MonkeyPatch], None]:
     """Return a mutation of the nodes that are written to the target's table."""
-    complete = passes.complete
+    complete: Any = vars(passes)["complete"]
     return lambda patch: patch.setattr(passes, "complete", lambda one, nodes, rooms: complete(one, change(nodes), rooms))
 
 
 def with_rooms(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
     """Return a mutation of the places to which nodes are written."""
-    rooms_of = passes.rooms_of
+    rooms_of: Any = vars(passes)["rooms_of"]
     return lambda patch: patch.setattr(passes, "rooms_of", lambda *given: change(rooms_of(*given)))
 
 
@@ -327,7 +332,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "keys": with_nodes(lambda nodes: nodes._replace(keys_BN=nodes.keys_BN ^ 1)),
     "levels": with_nodes(lambda nodes: nodes._replace(most_depth=2)),
     "rooms of other rows": with_rooms(lambda rooms: np.concatenate([rooms[1:], rooms[:1]])),
-    "trees of other rows": with_nodes(lambda nodes: GrownNodes(*(one.flip(0) for one in nodes[:4]), nodes.most_depth)),
+    "trees of other rows": with_nodes(lambda nodes: GrownNodes._make([*(one.flip(0) for one in nodes[:4]), nodes.most_depth])),
     "rows": rows_in_order_of_room,
 }
 
