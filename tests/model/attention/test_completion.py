@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from engine.core.rng_keys import Stream, stream_key
 from engine.core.tree import TokenTree
 from engine.sampling.device_choice import NodeDraws
 from engine.sampling.noise import signed
-from tests.model.paged import needs_triton, random_tree
+from tests.model.paged import DEVICE, needs_triton, random_tree
 from tests.model.passes import CPU
 
 COLUMNS = TableColumns(tokens=(0, 0, 999), outputs=(0,) * 5)
@@ -101,7 +102,10 @@ def _padded(tree: TokenTree, room: int) -> TokenTree:
 
 def by_kernel(one: TablePass, nodes: GrownNodes, rooms: Any) -> None:
     if len(rooms):
-        complete_by_kernel(one, nodes, torch.from_numpy(rooms))
+        copy = replace(one, table=one.table.to(DEVICE))
+        there = GrownNodes._make([*(column.to(DEVICE) for column in nodes[:4]), nodes.most_depth])
+        complete_by_kernel(copy, there, torch.from_numpy(rooms).to(DEVICE))
+        one.table.copy_(copy.table)
 
 
 @settings(max_examples=150, deadline=None)
