@@ -53,7 +53,7 @@ class _Recorded(NamedTuple):
     finish: Callable[[], None]
 
 
-class GrownTree(NamedTuple):
+class ReadTree(NamedTuple):
     """A tree as read from the device: the nodes of each round and the kept ones, and candidates by fed node."""
 
     chosen: ChosenNodes
@@ -79,7 +79,7 @@ class StartedRounds:
         """What `read` needs on the host."""
         return [self.rounds.found_BRWQ, self.rounds.is_node_BN, self.nodes.parents_BN, self.nodes.tokens_BN]
 
-    def read(self, results: Sequence[Numbers]) -> tuple[list[GrownTree], ModelPasses]:
+    def read(self, results: Sequence[Numbers]) -> tuple[list[ReadTree], ModelPasses]:
         """Return the planned trees and the passes. That all trees ended earlier was not known when passes were started."""
         found_BRWQ, is_node_BN, parents_BN, tokens_BN = results
         nodes_BLW = found_BRWQ[:, 1:, :, 1]
@@ -88,14 +88,14 @@ class StartedRounds:
         for tree, found_RWQ, is_node_N, *node_N in zip(self.plan.trees, found_BRWQ, is_node_BN > 0, parents_BN, tokens_BN):
             kept = [NodeOfParent(int(parent), int(token_id)) for parent, token_id in zip(*(one[is_node_N] for one in node_N))]
             candidates = dict(_candidates(found_RWQ, tree.row, self.plan.shape))
-            trees.append(GrownTree(ChosenNodes([*_rounds(found_RWQ, self.plan.shape)], kept), candidates))
+            trees.append(ReadTree(ChosenNodes([*_rounds(found_RWQ, self.plan.shape)], kept), candidates))
         return trees, self.fed + (ModelPasses(self.plan.num_rounds - 1, num_fed) if self.runs_passes else ModelPasses())
 
 
 class DeviceOffers:
     """Candidates of the nodes that the device has fed, for strategies that choose the same nodes."""
 
-    def __init__(self, trees: Mapping[str, GrownTree], passes: ModelPasses) -> None:
+    def __init__(self, trees: Mapping[str, ReadTree], passes: ModelPasses) -> None:
         self._trees = trees
         self.probs: list[Tensor] = []  # nothing is sampled
         self.passes = passes

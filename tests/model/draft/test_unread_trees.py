@@ -250,17 +250,17 @@ def test_tables_by_row_read_trees_first(tmp_path):
         lambda: sampled("drawn", [7, 8, 9], seed=3, verifier="traversal"),
     ],
 )
-def test_undeterministic_or_edited_trees_are_read_first(request_of, tmp_path):
+def test_sampled_and_edited_trees_are_read_first(request_of, tmp_path):
     one = Watched.of("head", tmp_path, FixedExpansion(parse_expansion("2.2.1")))
     run(one.engine, [request_of(), greedy("shorter", [5, 6], max_tokens=4)])
     assert not any(len(step.plan.decoding) > 1 for step in one.unread)
 
 
-def with_logprobs(one: Any, **asked: int) -> Any:
-    return replace(one, sampling=replace(one.sampling, **asked))
+def with_logprobs(one: Any, **counts: int) -> Any:
+    return replace(one, sampling=replace(one.sampling, **counts))
 
 
-def test_log_probabilities_are_those_of_trees_read_first(tmp_path):
+def test_unread_trees_have_equal_log_probabilities(tmp_path):
     """Of emitted tokens and of prompts, whose places follow the nodes."""
     requests = [with_logprobs(one, num_logprobs=2, num_prompt_logprobs=1) for one in CROWD]
     ways = [Watched.of("head", tmp_path / str(reads), AnyTree(1), reads) for reads in (False, True)]
@@ -291,7 +291,7 @@ def facts_of(engine: Engine) -> list[Any]:
     return facts
 
 
-def test_root_features_are_those_of_trees_read_first(tmp_path):
+def test_unread_trees_have_equal_root_features(tmp_path):
     """A policy's inputs are of the nodes at which the trees ended."""
     ways = [Watched.of("head", tmp_path / str(reads), AnyTree(1), reads) for reads in (False, True)]
     facts = [facts_of(one.engine) for one in ways]
