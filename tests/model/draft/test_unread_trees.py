@@ -26,6 +26,7 @@ from engine.engine import Engine
 from engine.model import passes, target
 from engine.native import distributions, noise
 from engine.sampling import choice_reference, device_choice
+from engine.utils.device_clock import DeviceClock
 from tests.model.attention.test_recordings import CONFIG, steps_of
 from tests.model.draft.test_checkpoint_drafters import checkpoint_engine
 from tests.model.draft.test_device_growth import REQUESTS, AnyTree, counted_reads, engine_of
@@ -341,3 +342,13 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_wrong_tables_are_detected(mutant, tmp_path, monkeypatch):
     MUTANTS[mutant](monkeypatch)
     assert not both_ways("head", tmp_path)[1]
+
+
+def test_device_seconds_count_as_drafting(tmp_path, monkeypatch):
+    """The host waits for growth in the target's time. Policies learn the costs of both from their own seconds."""
+    monkeypatch.setattr(DeviceClock, "seconds", 1e6)
+    one = Watched.of("head", tmp_path, FixedExpansion(FOUR_NODES))
+    stats = run(one.engine, CROWD).stats
+    unread = {step.plan.step for step in one.unread}
+    assert all((step.verify_s == 0.0) == (step.step in unread) for step in stats)
+    assert all(step.draft_s < step.step_s < 1e3 for step in stats)
