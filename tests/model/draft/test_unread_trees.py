@@ -274,7 +274,7 @@ def test_unread_trees_have_equal_log_probabilities(tmp_path):
 
 
 class SmallTrees:
-    """A policy whose trees are seldom as large as they may be: only likely nodes are worth their costs."""
+    """A policy whose trees are seldom as large as they may be: unlikely nodes are left out."""
 
     name = "small"
 
