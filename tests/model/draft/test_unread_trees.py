@@ -19,8 +19,10 @@ from engine.attention.paged.table import NUM_TILE_FIELDS, PagedBatch, Shape, num
 from engine.attention.scoring import Scoring
 from engine.core.policy import ExpansionChoice, FixedExpansion
 from engine.core.tree import GrowthCosts, parse_expansion
+from engine.draft.text.text_cache import TextCache
+from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees.device_growth import LevelGrowth
-from engine.draft.trees.grow import DeviceGrower, LevelGrower, RoundGrower
+from engine.draft.trees.grow import DeviceGrower, LevelGrower, ModelAloneGrower, RoundGrower
 from engine.draft.trees.grower import Growth, UnreadGrowth
 from engine.engine import Engine
 from engine.model import passes, target
@@ -76,6 +78,21 @@ class Watched:
         sizes = engine.drafter, engine.info.vocab_size, CPU
         by_device: Any = LevelGrower(*sizes, LevelGrowth(engine.drafter)) if drafter in LEVELS else DeviceGrower.of(*sizes)  # type: ignore[arg-type]
         engine._growers = (engine._growers[0], by_device, RoundGrower(*sizes))  # type: ignore[arg-type]
+        return cls._watching(engine, reads_first)
+
+    @classmethod
+    def with_text(cls, drafter: str, folder: Path, policy: Any, reads_first: bool) -> "Watched":
+        """Return an engine whose drafter is combined with cached text, as it is served."""
+        own = cls.of(drafter, folder, policy).engine
+        assert own.drafter is not None
+        combined = CombinedDrafter(own.drafter, TextCache(min_tokens=2), own.info.vocab_size, CPU)
+        engine = Engine(own.info, CONFIG, own.target, combined, policy)
+        alone = ModelAloneGrower(own._growers[1], combined.texts)
+        engine._growers = (engine._growers[0], alone, engine._growers[-1])
+        return cls._watching(engine, reads_first)
+
+    @classmethod
+    def _watching(cls, engine: Engine, reads_first: bool) -> "Watched":
         watched = cls(engine)
         forward = engine._forward
 
@@ -191,6 +208,17 @@ def test_steps_read_once(drafter, tree, tmp_path):
     assert all(found == expected == ["tolist"] for found, expected in plain)
     assert (len(drafting) > 3) != (tree == "0.1.0")
     assert plain
+
+
+def test_cached_text_is_read_first(tmp_path):
+    """Other steps of the same drafter are read once."""
+    repeating, policy = greedy("repeats", [5, 9, 33] * 4, max_tokens=16), FixedExpansion(parse_expansion("2.2.2"))
+    ways = [Watched.with_text("head", tmp_path / str(reads), policy, reads) for reads in (False, True)]
+    texts = [run(one.engine, [*CROWD, repeating]).texts() for one in ways]
+    assert texts[0] == texts[1]
+    drafting = [step for step in ways[0].steps if any(row.is_drafting for row in step.plan.decoding)]
+    assert 3 < len(ways[0].unread) < len(drafting)
+    assert not ways[1].unread
 
 
 def test_mixed_steps_read_as_before(tmp_path):
