@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -23,13 +24,15 @@ from engine.core.validation import refusal_event, require_runnable
 from engine.core.verifier_table import verifier_for
 from engine.draft.drafter import Drafter, RequestFollower
 from engine.draft.trees.calibration import Calibrations
-from engine.draft.trees.grow import grow, growers_of, learn
-from engine.draft.trees.grower import Growth
+from engine.draft.trees.grow import growers_of, learn, start_growth
+from engine.draft.trees.grower import Growth, UnreadGrowth
 from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.slot_digests import SlotDigests
-from engine.model.passes import NO_DRAWS
+from engine.model.passes import NO_DRAWS, UnreadPass
 from engine.model.root_features import RootFeatures
 from engine.model.target import Target
+from engine.sampling import device_choice
+from engine.sampling.device_choice import NodeChoice
 from engine.scheduler.run_pacing import RunPacing
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.scheduler.sequence import Sequence
@@ -40,6 +43,7 @@ from engine.teacher_forcing import TeacherForcing
 from engine.trace.stats import CommittedRecord, RowOutcome, StepRecord, Stopwatch, stats_of
 from engine.trace.tracer import traced_rows, with_traces
 from engine.trace.tree_probs import traced_probs
+from engine.utils.host_transfer import arrays_of
 from engine.verify.dispatch import NOT_FINITE, Judge, PassWalks, logprobs_of, node_draws, pass_walks
 from engine.verify.forest import Forest
 from engine.verify.prompt_logprobs import (
@@ -69,14 +73,20 @@ class StepOutput:
 class _TargetPass(NamedTuple):
     """The output of the target's pass: logits of all its places, of the trees' nodes only, the scores of prompts, and paths.
 
-    `run` are the trees and verdicts of several steps in a row.
+    `run` are the verdicts of several steps in a row.
     """
 
     all_NV: Float[Tensor, "N V"]
     nodes_NV: Float[Tensor, "N V"]
     prompts: PromptLogprobs
-    walks: PassWalks | None
-    run: tuple[Forest, list[Verdict | VerificationFailure]] | None = None
+    choices: SequenceOf[NodeChoice] | None = None  # at the nodes, if they are read
+    walks: PassWalks | None = None
+    run: list[Verdict | VerificationFailure] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """The steps that ran in a row."""
+        return self.walks.num_steps if self.walks and self.run else 1
 
 
 class Engine:
@@ -179,20 +189,19 @@ class Engine:
         choice, plan = self._plan(watch)  # 1. Admit sequences and choose their expansions.
         for observer in self._observers:
             observer.before_step(plan)
-        growth = self._grow(plan)  # 2. Grow a tree for each decoding row.
+        grown = self._grow(plan)  # 2. Grow a tree for each decoding row.
         watch.lap("draft")
-        passed = self._forward(plan, growth.forest)  # 3. Run one tree-masked pass of the target over all rows.
+        growth, passed = self._forward(plan, grown)  # 3. Run one tree-masked pass of the target over all rows.
         watch.lap("forward")
+        if isinstance(grown, UnreadGrowth):
+            watch.shift("forward", "draft", grown.clock.seconds - watch.laps["draft"])
         verdicts = self._verify(plan, growth.forest, passed)  # 4. Verify each tree.
-        if passed.run is not None:
-            growth = replace(growth, forest=passed.run[0])
         watch.lap("verify")
         probs = traced_probs(plan.decoding, growth, verdicts, passed.nodes_NV, self.grammars)
         watch.lap("trace")
         outcomes, events = self._commit(plan, growth, passed, verdicts)  # 5. Keep the accepted paths and emit their tokens.
-        num_steps = passed.walks.num_steps if passed.run and passed.walks else 1
         laps = watch.laps  # to which some are still added
-        record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(outcomes), laps, num_steps)
+        record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(outcomes), laps, passed.num_steps)
         watch.lap("commit")
         committed = CommittedRecord(record, growth.forest, passed.nodes_NV)
         for observer in self._observers:
@@ -264,29 +273,42 @@ class Engine:
         watch.lap("plan")
         return choice, plan
 
-    def _grow(self, plan: StepPlan) -> Growth:
-        return grow(self._growers, plan.rows, self._calibrations, self.grammars)
+    def _grow(self, plan: StepPlan) -> Growth | UnreadGrowth:
+        return start_growth(self._growers, plan.rows, self._calibrations, self.grammars)
 
-    def _forward(self, plan: StepPlan, forest: Forest) -> _TargetPass:
-        """Run the target over all rows and score prompt tokens whose log-probabilities are requested."""
-        scored = scored_prompt_tokens(plan, forest.trees)
+    def _forward(self, plan: StepPlan, grown: Growth | UnreadGrowth) -> tuple[Growth, _TargetPass]:
+        """Run the target over all rows and score prompt tokens whose log-probabilities are requested. Return the trees too.
+
+        Trees that a device has grown are read with the tokens that the pass has chosen, if it can choose and has room for them.
+        """
+        trees = grown.trees if isinstance(grown, UnreadGrowth) else grown.forest.trees
+        scored = scored_prompt_tokens(plan, trees)
         places = [place for one in scored for place in one.sources]
-        draws = node_draws(plan.decoding, forest.trees) if self._target.chooses else NO_DRAWS
-        walks = pass_walks(plan.decoding, forest, plan.num_steps) if self._target.walks else None
-        all_NV = self._target.forward(plan, forest.trees, places, draws, walks.walks if walks else None)
-        run = walks.chains(plan.decoding, forest) if walks and walks.num_steps else None
+        draws = node_draws(plan.decoding, trees) if self._target.chooses else NO_DRAWS
+        choices = walks = run = None
+        if isinstance(grown, Growth):
+            growth = grown
+            walks = pass_walks(plan.decoding, growth.forest, plan.num_steps) if self._target.walks else None
+            all_NV = self._target.forward(plan, trees, places, draws, walks.walks if walks else None)
+            if walks and walks.num_steps:
+                forest, run = walks.chains(plan.decoding, growth.forest)
+                growth = replace(growth, forest=forest)
+        elif (unread := self._target.forward_unread(plan, trees, places, draws, grown.nodes)) is not None:
+            growth, all_NV, choices = _read(grown, unread, len(places))
+        else:
+            return self._forward(plan, grown.read(arrays_of(grown.results)))
         for observer in self._observers:
-            observer.after_forward(plan, run[0].trees if run else forest.trees)
+            observer.after_forward(plan, growth.forest.trees)
         if not scored:
-            return _TargetPass(all_NV, all_NV, NO_PROMPT_LOGPROBS, walks, run)
-        nodes_NV, scored_SV = all_NV.tensor_split([forest.num_nodes])
-        return _TargetPass(all_NV, nodes_NV, score_prompt_tokens(scored, scored_SV), walks)
+            return growth, _TargetPass(all_NV, all_NV, NO_PROMPT_LOGPROBS, choices, walks, run)
+        nodes_NV, scored_SV = all_NV.tensor_split([growth.forest.num_nodes])
+        return growth, _TargetPass(all_NV, nodes_NV, score_prompt_tokens(scored, scored_SV), choices, walks)
 
     def _verify(self, plan: StepPlan, forest: Forest, passed: _TargetPass) -> list[Verdict | VerificationFailure]:
         """Verify the tree of each decoding row. A row whose prompt has non-finite logits fails."""
         if passed.run is not None:
-            return passed.run[1]
-        best = self._target.likeliest(passed.all_NV, forest.num_nodes)
+            return passed.run
+        best = passed.choices or self._target.likeliest(passed.all_NV, forest.num_nodes)
         walks = None if best is None else passed.walks  # of other logits than the pass's nothing is known
         verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best, walks)
         broken = passed.prompts.failed
@@ -367,6 +389,17 @@ class Engine:
             predicted_places=_predicted_places(outcome),
             num_steps=outcome.num_steps,
         )
+
+
+def _read(grown: UnreadGrowth, passed: UnreadPass, num_places: int) -> tuple[Growth, Float[Tensor, "N V"], list[NodeChoice]]:
+    """Return the step's trees, the logits of their nodes and of further places, and the nodes' choices: the step's one wait."""
+    *results, choices_N3 = arrays_of([*grown.results, passed.choices_N3])
+    growth = grown.read(results)
+    firsts = [*accumulate((tree.num_nodes for tree in grown.trees), initial=0)]
+    trees = zip(firsts, growth.forest.trees)
+    nodes = [first + node for first, tree in trees for node in range(tree.num_nodes)]
+    places = range(firsts[-1], firsts[-1] + num_places)
+    return growth, passed.logits([*nodes, *places]), device_choice.read(choices_N3[nodes])
 
 
 def _predicted_places(outcome: RowOutcome) -> tuple[int, ...]:

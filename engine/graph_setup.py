@@ -12,6 +12,7 @@ from engine.attention.paged.graphs import GraphResources
 from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.draft.checkpoints.chained import Eagle3Drafter
+from engine.draft.checkpoints.one_pass import DFlashDrafter, MedusaDrafter
 from engine.draft.drafter import Drafter
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.head_drafter import HeadDrafter
@@ -80,4 +81,6 @@ def record(steps: GraphResources, limits: SchedulerConfig, target: Target, draft
     elif isinstance(drafter, HeadDrafter | Eagle3Drafter) and attend is not None and drafter.kernel_reason is None:
         end = limits.max_model_len + limits.max_step_tokens  # of positions, including positions of drafted nodes
         prepared.append(drafter.record(steps, attend, end))
+    elif isinstance(drafter, DFlashDrafter | MedusaDrafter):
+        drafter.recorder = steps.recorder
     return prepared

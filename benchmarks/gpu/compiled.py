@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.markdown import table
+from engine.attention.paged import completion_kernel
 from engine.attention.paged import kernels as attention
 from engine.attention.paged import launch as attention_launch
 from engine.model.fused import kernels
@@ -80,6 +81,11 @@ def cases() -> Iterator[Case]:
     ):
         types = {name: places.get(name, "i32") for name in function.arg_names}
         yield Case(function.__name__, function, types, constants, 4, 1)
+    for num_nodes in (16, 128):
+        function = completion_kernel.complete_trees
+        numbers = dict.fromkeys(("tokens", "parents", "depths", "keys", "rooms"), "*i64")
+        types = {name: numbers.get(name, "i32") for name in function.arg_names} | {"table": "*i32"}
+        yield Case(f"complete trees of {num_nodes} nodes", function, types, {"NODES": num_nodes}, 4, 1)
 
 
 def _fused(name: str, function: Any, num_tokens: int, num_rows: int, constants: dict[str, Any], weights: torch.dtype) -> Case:

@@ -1,4 +1,7 @@
-"""Growth of trees with one wait or with a wait for each level: over levels that a drafter predicts at once, and by a head."""
+"""Growth of trees with one wait or with a wait for each level: over levels that a drafter predicts at once, and by a head.
+
+And a step of such trees, which the host reads before the target's pass or with its choices.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,7 +10,7 @@ import torch
 from msgspec import structs
 
 from engine.attention.paged.graphs import GraphResources
-from engine.core.step_plan import Feeding, Row
+from engine.core.step_plan import Feeding, Row, StepPlan
 from engine.core.tree import Expansion
 from engine.core.types import SamplingParams
 from engine.draft.drafter import FrontierNode, LevelProposal, ModelPasses, Proposal
@@ -15,8 +18,13 @@ from engine.draft.models.head import DraftHead, HeadShape
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import DeviceGrower, LevelGrower, RoundGrower
-from engine.draft.trees.grower import TreeGrower
+from engine.draft.trees.grower import TreeGrower, UnreadGrowth
 from engine.model.causal_lm import CausalModel
+from engine.model.passes import RecordedPasses
+from engine.model.target import Target
+from engine.sampling import device_choice
+from engine.utils.host_transfer import arrays_of
+from engine.verify.dispatch import node_draws
 
 _TREE = Expansion(0, 8, 8, "noise_aware", 16)
 _ROOT = 40  # position
@@ -86,7 +94,45 @@ def _row(index: int, first_slot: int = 0) -> Row:
 
 def head_growers(model: CausalModel, resources: GraphResources, num_rows: int, is_tiny: bool) -> dict[str, Callable[[], object]]:
     """Return the growth of one step's trees by a random head, whose nodes are chosen by the host or on its device."""
-    device, attend, vocab_size = model.device, model.attend, model.vocab_size
+    drafter, trees = _head(model, resources, num_rows, is_tiny)
+    growers: dict[str, TreeGrower] = {
+        "rounds": RoundGrower(drafter, model.vocab_size, model.device),
+        "device": DeviceGrower.of(drafter, model.vocab_size, model.device),
+    }
+    for grower in growers.values():
+        assert grower.can_grow(trees)
+        assert grower.grow(trees, Calibrations(), None).num_rounds > 1
+    return {name: partial(grower.grow, trees, Calibrations(), None) for name, grower in growers.items()}
+
+
+def steps_of_trees(
+    model: CausalModel, resources: GraphResources, num_rows: int, is_tiny: bool
+) -> dict[str, Callable[[], object]]:
+    """Return a step of trees by a random head, which are read before the target's pass or with its choices."""
+    drafter, trees = _head(model, resources, num_rows, is_tiny)
+    target, plan = Target(model, num_rows * _SLOTS), StepPlan(0, tuple(trees))
+    vars(target)["_passes"] = RecordedPasses(model, target.cache, resources, chooses=True)
+    grower = DeviceGrower.of(drafter, model.vocab_size, model.device)
+
+    def trees_first() -> object:
+        grown = grower.grow(trees, Calibrations(), None).forest.trees
+        logits_NV = target.forward(plan, grown, draws=node_draws(trees, grown))
+        return target.likeliest(logits_NV, len(logits_NV))
+
+    def at_once() -> object:
+        grown = grower.start(trees, Calibrations(), None)
+        assert isinstance(grown, UnreadGrowth)
+        passed = target.forward_unread(plan, grown.trees, (), node_draws(trees, grown.trees), grown.nodes)
+        assert passed is not None
+        *results, choices_N3 = arrays_of([*grown.results, passed.choices_N3])
+        return grown.read(results), device_choice.read(choices_N3), passed.logits(range(len(choices_N3)))
+
+    return {"trees first": trees_first, "at once": at_once}
+
+
+def _head(model: CausalModel, resources: GraphResources, num_rows: int, is_tiny: bool) -> tuple[HeadDrafter, list[Row]]:
+    """Return a random head that has been fed the texts of some rows, and the rows."""
+    attend, vocab_size = model.attend, model.vocab_size
     assert attend is not None
     width = model.embeddings_VD.shape[1]
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "intermediate": 96} if is_tiny else _SIZES
@@ -101,11 +147,4 @@ def head_growers(model: CausalModel, resources: GraphResources, num_rows: int, i
     with torch.inference_mode():
         vars(drafter)["_pool"].rows_SW.normal_()  # features, which the target's passes would have stored
     drafter.feed([structs.replace(row, draft_len=0, draft_ids=(1,) * (_ROOT + 1)) for row in trees], [])
-    growers: dict[str, TreeGrower] = {
-        "rounds": RoundGrower(drafter, vocab_size, device),
-        "device": DeviceGrower.of(drafter, vocab_size, device),
-    }
-    for grower in growers.values():
-        assert grower.can_grow(trees)
-        assert grower.grow(trees, Calibrations(), None).num_rounds > 1
-    return {name: partial(grower.grow, trees, Calibrations(), None) for name, grower in growers.items()}
+    return drafter, trees

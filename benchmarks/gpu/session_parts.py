@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.answers import AnswerDrafter, adaptive_over
 from benchmarks.gpu.batches import batch_of
 from benchmarks.gpu.figures import Figures, in_turns, synchronize
-from benchmarks.gpu.growth import head_growers, level_growers
+from benchmarks.gpu.growth import head_growers, level_growers, steps_of_trees
 from benchmarks.gpu.kernel import TINY_LAYERS, Layer, time_pages
 from benchmarks.gpu.models import LLAMA_1B, QWEN_8B, TINY, ModelShape, counting_model
 from benchmarks.gpu.session import LATE
@@ -424,6 +424,13 @@ def _waits(session: Session) -> None:
             times = in_turns(growers(), session.turns, session.device)[name]
             facts = {"model": "", "case": case, "value": times.median_ms, "unit": "ms"}
             session.figures.add("waits", **facts, ratio=times.ratio, to="rounds", aim="< 1")
+        case = f"trees of {num_rows} rows read with choices"
+        if not (session.has("waits", "", case) or session.is_late):
+            with nullcontext() if session.device.type == "cuda" else _chosen_by_torch():
+                steps = steps_of_trees(model, resources, num_rows, session.is_tiny)
+                times = in_turns(steps, session.turns, session.device)["at once"]
+            facts = {"model": "", "case": case, "value": times.median_ms, "unit": "ms"}
+            session.figures.add("waits", **facts, ratio=times.ratio, to="trees first", aim="< 1")
 
 
 @contextmanager

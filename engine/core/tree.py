@@ -267,6 +267,12 @@ class TokenTree(msgspec.Struct, frozen=True, dict=True):
         draws = tuple((node + 1,) if node + 1 < num_nodes else () for node in range(num_nodes))
         return cls(tuple(range(-1, num_nodes - 1)), tuple(token_ids), draws)
 
+    @classmethod
+    def star(cls, root_id: int, num_leaves: int) -> "TokenTree":
+        """Return a root with leaves, whose tokens are their places."""
+        leaves = tuple(range(1, num_leaves + 1))
+        return cls((-1, *(0 for _ in leaves)), (root_id, *leaves), (leaves, *(() for _ in leaves)))
+
     @property
     def num_nodes(self) -> int:
         """Nodes, the root included."""

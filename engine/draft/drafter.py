@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from engine.attention.paged.graph_recorder import Recorder
 from engine.attention.paged.graphs import GraphedFunction
 from engine.core.enums import Origin
 from engine.core.step_plan import Feeding, Row, SamplingContext
@@ -222,6 +223,13 @@ class RecordedDrafter(Drafter, Protocol):
     def level_passes(self) -> LevelPasses | None:
         """The passes, None if they are not recorded."""
         ...
+
+
+@runtime_checkable
+class RecordedLevelDrafter(LevelDrafter, Protocol):
+    """A drafter of levels over which rounds of growth can be recorded, once there is a recorder."""
+
+    recorder: Recorder | None
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@ Shape key: T tokens, N rows of logits, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import ref
 
@@ -12,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.attention.packing import PackedBatch
+from engine.attention.paged.completion import GrownNodes, complete, rooms_of
 from engine.attention.paged.graphs import GraphedFunction, GraphResources, PassMemory
 from engine.attention.paged.table import PagedBatch, TableColumns
 from engine.kv_cache.kv_cache import KVCache
@@ -98,6 +100,18 @@ class DirectPasses:
         return logits_NV
 
 
+@dataclass(frozen=True)
+class UnreadPass:
+    """The latest pass, some of whose output tokens may be absent nodes. Valid until the next pass."""
+
+    recordings: GraphedFunction
+    choices_N3: Float[Tensor, "N 3"]
+
+    def logits(self, places: Sequence[int]) -> Float[Tensor, "N V"]:
+        """Return the logits of the output tokens at these places, and let memories keep the same ones."""
+        return self.recordings.rows_at(places)
+
+
 class RecordedPasses:
     """Pads passes to the next recorded shape and replays them; larger passes run directly. Recordings include the listener.
 
@@ -142,6 +156,22 @@ class RecordedPasses:
         logits_NV = self.recordings.replay(batch, outputs=outputs)
         self._latest = None if logits_NV is None or not self.chooses or draws is NO_DRAWS else ref(logits_NV)
         return self._direct.run(batch, rows) if logits_NV is None else logits_NV
+
+    def run_unread(self, batch: PackedBatch, rows: Sequence[int], draws: NodeDraws, nodes: GrownNodes) -> "UnreadPass | None":
+        """Run a pass over trees that the device has grown, whose rooms are in the batch. Does not wait.
+
+        Nothing runs and the result is None if passes choose no tokens, if tables are by row, or if the pass exceeds all shapes.
+        """
+        shape = self.recordings.shape_of(batch.num_tokens, len(rows))
+        if shape is None or shape.is_by_row or not self.chooses:
+            return None
+        if not self.recordings.load(batch, shape, outputs=[rows, *draws.columns(len(rows))]):
+            return None
+        table_pass = self.recordings.pass_of(shape)
+        complete(table_pass, nodes, rooms_of(batch, table_pass, rows))
+        table_pass.run()
+        self._latest = None
+        return UnreadPass(self.recordings, self._choices_N3[: len(rows)])
 
     def choices(self, logits_NV: Float[Tensor, "N V"], count: int) -> list[NodeChoice] | None:
         """Return the choices of the first `count` rows if the latest pass made them from these logits, else None."""

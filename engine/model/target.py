@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.attention.packing import Segment, pack
+from engine.attention.packing import PackedBatch, Segment, pack
+from engine.attention.paged.completion import GrownNodes
 from engine.attention.paged.graphs import GraphResources
 from engine.attention.segments import tree_segment
 from engine.core.step_plan import Row, StepPlan
@@ -19,12 +20,14 @@ from engine.core.tree import ROOT, TokenTree
 from engine.kv_cache.canary import Canary
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
-from engine.model.passes import NO_DRAWS, DirectPasses, RecordedPasses, WrittenSlots
+from engine.model.passes import NO_DRAWS, DirectPasses, RecordedPasses, UnreadPass, WrittenSlots
 from engine.model.traffic import Traffic, traffic_of
 from engine.native.walks import Walks
 from engine.sampling import device_choice
 from engine.sampling.argmax import RowArgMax
 from engine.sampling.device_choice import NodeChoice, NodeDraws
+
+_MOST_ROOM = 128  # nodes for which a pass has room although they may be absent: it reads its weights for about as long
 
 
 class PassObserver(Protocol):
@@ -119,6 +122,21 @@ class Target:
         """
         if not plan.rows:  # a step that only reports aborts
             return torch.empty((0, self.model.vocab_size), device=self.model.device)
+        batch, logit_rows = self._packed(plan, trees, places)
+        if isinstance(self._passes, RecordedPasses):
+            return self._passes.run(batch, logit_rows, draws)
+        return self._passes.run(batch, logit_rows, walks)
+
+    def forward_unread(
+        self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int], draws: NodeDraws, nodes: GrownNodes
+    ) -> UnreadPass | None:
+        """Feed trees that the device has grown into the rooms of `trees`, without a wait. None if passes cannot, and none ran."""
+        if not isinstance(self._passes, RecordedPasses) or sum(tree.num_nodes - 1 for tree in trees) > _MOST_ROOM:
+            return None
+        return self._passes.run_unread(*self._packed(plan, trees, places), draws, nodes)
+
+    def _packed(self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int]) -> tuple[PackedBatch, list[int]]:
+        """Return every row's tokens, and the packed tokens whose logits are returned."""
         remaining = iter(trees)
         segments: list[Segment] = []
         logit_rows: list[int] = []
@@ -130,7 +148,4 @@ class Target:
             if row.is_decoding:
                 logit_rows.extend(range(end - tree.num_nodes, end))
             start = end
-        batch, logit_rows = pack(segments, self.model.device), [*logit_rows, *places]
-        if isinstance(self._passes, RecordedPasses):
-            return self._passes.run(batch, logit_rows, draws)
-        return self._passes.run(batch, logit_rows, walks)
+        return pack(segments, self.model.device), [*logit_rows, *places]

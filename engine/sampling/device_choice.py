@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.paged.table import Numbers, PagedBatch, halves_of
@@ -86,8 +87,8 @@ def chosen_of_table(logits_NV: Float[Tensor, "N V"], batch: PagedBatch) -> Float
     return chosen(logits_NV.contiguous(), inverse_N.view(torch.float64), keys_N)
 
 
-def read(chosen_N3: Float[Tensor, "N 3"]) -> list[NodeChoice]:
-    """Return choices, copied to the host."""
+def read(chosen_N3: Float[Tensor, "N 3"] | NDArray[np.float64]) -> list[NodeChoice]:
+    """Return choices, which are copied to the host unless they are there."""
     return [NodeChoice(RowArgMax(top, int(top_id)), int(token_id)) for top, top_id, token_id in chosen_N3.tolist()]
 
 

@@ -34,6 +34,12 @@ class Stopwatch:
         self.laps[name] = now - self._last
         self._last = now
 
+    def shift(self, source: str, sink: str, seconds: float) -> None:
+        """Count a part of one lap as another's, at most all of it."""
+        seconds = min(max(0.0, seconds), self.laps[source])
+        self.laps[source] -= seconds
+        self.laps[sink] += seconds
+
 
 class RowOutcome(msgspec.Struct, frozen=True):
     """A decoding row after the step. `offset` is the index of its root among the packed nodes.

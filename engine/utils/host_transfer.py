@@ -2,8 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from itertools import islice
-from typing import Any
+from itertools import accumulate, islice
 
 import numpy as np
 import torch
@@ -60,10 +59,11 @@ def arrays(values: Sequence[NDArray[np.int64]], device: torch.device) -> list[Te
     return [part.view(array.shape) for part, array in zip(parts, values, strict=True)]
 
 
-def array_of(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor's numbers on the host: one transfer."""
-    found: NDArray[Any] = tensor.numpy(force=True)
-    return found
+def arrays_of(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
+    """Return tensors' numbers on the host, as float64: one transfer for all of them."""
+    together = torch.cat([tensor.flatten().double() for tensor in tensors]).numpy(force=True)
+    parts = np.split(together, [*accumulate(tensor.numel() for tensor in tensors[:-1])])
+    return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

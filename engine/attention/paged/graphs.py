@@ -14,6 +14,7 @@ from engine.attention.paged.buffer import TableBuffer
 from engine.attention.paged.graph_recorder import Recorder
 from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.attention.paged.table import Numbers, PagedBatch, Shape, TableColumns, table_of
+from engine.utils.host_transfer import integers
 
 
 class PassMemory(Protocol):
@@ -113,6 +114,15 @@ class GraphedFunction:
         """Return the pass of a shape over whichever table is loaded."""
         rows_NM = self._rows_NM[: shape.num_outputs]
         return TablePass(self._steps.buffer.table, shape, self.columns, rows_NM, partial(self._replay, shape))
+
+    @torch.inference_mode()
+    def rows_at(self, places: Sequence[int]) -> Float[Tensor, "N M"]:
+        """Return the latest pass's rows at some places, and let memories keep the same ones."""
+        index = integers(places, self._device)
+        for memory in self._memories:
+            kept = memory.kept()
+            memory.keep(None if kept is None else kept.index_select(0, index))
+        return self._rows_NM.index_select(0, index)
 
     @property
     def recorder(self) -> Recorder:

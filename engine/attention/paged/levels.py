@@ -59,14 +59,14 @@ def feed_lanes(one: TablePass, lanes: Lanes, places_B3: Int[Tensor, "B 3"]) -> N
     if len(columns.outputs) > 1:  # the slots of the tokens with outputs, after their places
         first = len(columns.tokens) * length + one.shape.num_outputs
         table[first : first + count] = lanes.slots_BW.flatten()
-    words_BW = _words(lanes.seen_BWN).flatten(1)
+    words_BW = words_of(lanes.seen_BWN).flatten(1)
     parts = (lanes.node_slots_BN, lanes.node_positions_BN, words_BW)
     offsets = (torch.arange(part.shape[1], device=table.device) for part in parts)
     places = [places_B3[:, index, None] + offset for index, offset in enumerate(offsets)]
     table.index_copy_(0, torch.cat(places, dim=1).flatten(), torch.cat(parts, dim=1).flatten().to(table.dtype))
 
 
-def _words(seen_BWN: Bool[Tensor, "B W N"]) -> Int[Tensor, "B W K"]:
+def words_of(seen_BWN: Bool[Tensor, "*B N"]) -> Int[Tensor, "*B K"]:
     """Return the bits of a table, of which the last of a word is negative."""
     num_nodes = seen_BWN.shape[-1]
     padded = functional.pad(seen_BWN, (0, num_words(num_nodes) * WORD_BITS - num_nodes))

@@ -165,6 +165,19 @@ def tail_places(batch: PackedBatch, shape: Shape, columns: TableColumns) -> NDAr
     return np.stack([slots, first_key + keys[-1] + tails[:-1], first_key + first_word], axis=1)
 
 
+class Room(NamedTuple):
+    """The place of a tree in a table: its first node's token, output, tail position and seen bits, each without the root's."""
+
+    num_nodes: int
+    root_position: int
+    first_token: int
+    first_output: int
+    first_tail: int
+    first_word: int
+    num_words: int
+    root_bit: int
+
+
 @dataclass(frozen=True)
 class PagedBatch:
     """A table on the device, read by its shape and columns."""

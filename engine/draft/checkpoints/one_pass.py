@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from engine.attention.paged.graph_recorder import Recorder
 from engine.core.step_plan import Row
 from engine.draft.checkpoints.dflash import Anchor, DFlashNetwork
 from engine.draft.checkpoints.medusa import MedusaNetwork
@@ -24,6 +25,7 @@ from engine.utils.host_transfer import integers
 class _LevelDrafter(FeatureDrafter, ABC):
     """Keeps the logits of each tree's levels from its root until the next step."""
 
+    recorder: Recorder | None = None  # of rounds of growth, if the target's passes are recorded
     num_levels: int
     fed_only_share: float
     _vocab: TrimmedVocabulary | None = None

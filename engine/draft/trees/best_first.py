@@ -9,6 +9,7 @@ rule and greedy decoding.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
 from engine.core.tree import FREE_GROWTH, ROOT, TokenTree
 from engine.draft.drafter import FrontierNode, GrowingTree
@@ -143,3 +144,49 @@ class BestFirst:
     def _node_values(self, tree: TokenTree, nodes: Sequence[_ScoredNode]) -> NodeValues:
         values = tuple(one.value for one in nodes), tuple(one.given_parent for one in nodes)
         return NodeValues(*values, tuple(origin.is_rather_cached for origin in origins_of(tree, self.tree.origins)))
+
+
+class NodeOfParent(NamedTuple):
+    """A node by the number of its parent, which has an earlier number, and its token."""
+
+    parent: int
+    token_id: int
+
+
+class ChosenNodes(NamedTuple):
+    """The nodes of a tree that another chose: those that each round after the first feeds, and those that are kept.
+
+    Parents of fed nodes have the numbers of fed nodes, those of kept nodes the numbers of the finished tree.
+    """
+
+    rounds: Sequence[Sequence[NodeOfParent]]
+    kept: Sequence[NodeOfParent]
+
+
+class ChosenBestFirst(BestFirst):
+    """A best-first tree of the nodes that a device has chosen, whatever the host's values of them are."""
+
+    def __init__(self, tree: GrowingTree, calibration: RuleCalibration | None, chosen: ChosenNodes) -> None:
+        super().__init__(tree, calibration)
+        self._rounds, self._chosen_kept = iter(chosen.rounds), chosen.kept
+
+    def frontier(self) -> list[FrontierNode]:
+        """Return the nodes that the device fed in this round."""
+        self._num_rounds += 1
+        if self._num_rounds == 1:
+            return [self._frontier_node(ROOT)]
+        scored = self._by_parent()
+        chosen = [scored[id(self._fed[parent]), token_id] for parent, token_id in next(self._rounds, ())]
+        nodes = [self._add(one) for one in chosen]
+        self._fed.update(zip(nodes, chosen, strict=True))
+        return [*map(self._frontier_node, nodes)]
+
+    def _by_parent(self) -> dict[tuple[int, int], _ScoredNode]:
+        return {(id(one.parent), one.token_id): one for one in self._scored}
+
+    def _kept(self) -> list[_ScoredNode]:
+        """Return the nodes that the device kept, in its order."""
+        scored, kept = self._by_parent(), [self._root]
+        for parent, token_id in self._chosen_kept:
+            kept.append(scored[id(kept[parent]), token_id])
+        return kept[1:]

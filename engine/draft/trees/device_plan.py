@@ -1,6 +1,6 @@
 """The sizes and numbers of trees that grow on a device: what the host knows of a step before it. Shape key: F fields."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -26,6 +26,7 @@ from engine.native.library import NUM_SCORES
 from engine.sampling.distributions import is_typical, ranking_params, ranking_temperature, truncates
 from engine.sampling.noise import signed
 
+NumberTable = Int[np.ndarray[Any, np.dtype[np.int64]], "*B F"]
 _BEST_FIRST = ("beam", "noise_aware", "greedy_sample")  # where children are ranked, greedy_sample is a beam
 _FIXED = ("delayed", "delayed_distinct", "static")
 
@@ -87,7 +88,7 @@ class PlannedTree:
         count = expansion.num_draft_tokens
         thresholds = (0.0,) * count if self.places else costs.least_chances(expansion)
         of_places = ([*children, *[0] * shape.num_scored][: shape.num_scored] for children in self.places)
-        keys = (stream_key(row.seed, row.root_position + 1 + depth, Stream.TOKEN) for depth in range(shape.num_rounds))
+        keys = (stream_key(row.seed, row.root_position + 1 + depth, Stream.TOKEN) for depth in range(shape.num_rounds + 1))
         return {
             "is_noisy": [row.draw_kind is TreeKind.SHARED_NOISE],
             "is_valued": [self.is_valued],
@@ -146,13 +147,13 @@ class DevicePlan:
     def of(cls, trees: Sequence[PlannedTree], num_known: int) -> "DevicePlan":
         """Return the plan for trees over so many known tokens."""
         sampling = [tree.row.sampling for tree in trees]
-        num_scored = min(num_known, _power(max(tree.num_scored for tree in trees)))
+        num_scored = min(num_known, power_of_two(max(tree.num_scored for tree in trees)))
         most_kept = max(num_scored, NUM_SCORES if any(tree.is_valued for tree in trees) else 0)
         shape = RoundShape(
-            num_trees=_power(len(trees)),
-            width=_power(max(tree.width for tree in trees)),
-            num_nodes=_power(max(tree.row.expansion.num_draft_tokens for tree in trees)),
-            num_rounds=_power(max(tree.num_rounds for tree in trees)),
+            num_trees=power_of_two(len(trees)),
+            width=power_of_two(max(tree.width for tree in trees)),
+            num_nodes=power_of_two(max(tree.row.expansion.num_draft_tokens for tree in trees)),
+            num_rounds=power_of_two(max(tree.num_rounds for tree in trees)),
             num_scored=num_scored,
             num_kept=min(num_known, most_kept),
             has_noise=any(tree.row.draw_kind is TreeKind.SHARED_NOISE for tree in trees),
@@ -196,20 +197,32 @@ class DevicePlan:
         own, end = tree.row.slots[tree.row.root_position :], self.shape.num_nodes + 1
         return [*own, *[own[0]] * end][:end]
 
-    def numbers(self, passes: LevelPasses, batch: PackedBatch, shape: Shape) -> Int[np.ndarray[Any, np.dtype[np.int64]], "B F"]:
-        """Return TreeNumbers as a table. Trees of padding have no root."""
-        columns = passes.recordings.columns
+    def numbers(self, known: Container[int]) -> NumberTable:
+        """Return TreeNumbers as a table, without places of slots. Trees that are not in `known` and padding do not grow."""
         table_BF = np.zeros((self.shape.num_trees, sum(field_widths(self.shape).values())), dtype=np.int64)
-        starts = dict(zip(field_widths(self.shape), accumulate(field_widths(self.shape).values(), initial=0), strict=False))
-        first_tail = starts["tails"]
-        table_BF[:, first_tail : first_tail + 3] = tail_places(batch, shape, columns)
-        for tree, row_F in zip(self.trees, table_BF, strict=False):
-            position = tree.row.root_position - passes.first_position
-            for name, values in {**tree.numbers(self.shape), "slots": self._slots(tree), "position": [position]}.items():
-                kind = np.float64 if TreeNumbers._fields.index(name) >= FIRST_FLOAT else np.int64
-                row_F[starts[name] : starts[name] + len(values)] = np.array(values, dtype=kind).view(np.int64)
+        for index, tree in enumerate(self.trees):
+            if index in known:
+                self._write(table_BF[index], tree.numbers(self.shape))
         return table_BF
 
+    def numbers_of_pass(self, passes: LevelPasses, batch: PackedBatch, shape: Shape, known: Container[int]) -> NumberTable:
+        """Return the same table with the places of slots in a pass's table."""
+        table_BF = self.numbers(known)
+        for row_F, tails in zip(table_BF, tail_places(batch, shape, passes.recordings.columns).tolist(), strict=True):
+            self._write(row_F, {"tails": tails})
+        for row_F, tree in zip(table_BF, self.trees, strict=False):
+            self._write(row_F, {"slots": self._slots(tree), "position": [tree.row.root_position - passes.first_position]})
+        return table_BF
 
-def _power(number: int) -> int:
+    def _write(self, row_F: NumberTable, numbers: Mapping[str, Sequence[float]]) -> None:
+        """Write fields of a tree to its row of a table."""
+        widths = field_widths(self.shape)
+        starts = dict(zip(widths, accumulate(widths.values(), initial=0), strict=False))
+        for name, values in numbers.items():
+            kind = np.float64 if TreeNumbers._fields.index(name) >= FIRST_FLOAT else np.int64
+            row_F[starts[name] : starts[name] + len(values)] = np.array(values, dtype=kind).view(np.int64)
+
+
+def power_of_two(number: int) -> int:
+    """Return the next power of two."""
     return 1 << (number - 1).bit_length()

@@ -77,7 +77,7 @@ def field_widths(shape: RoundShape) -> dict[str, int]:
     end = shape.num_nodes + 1
     wide = {
         "tails": 3,
-        "keys": shape.num_rounds,
+        "keys": shape.num_rounds + 1,
         "slots": end,
         "num_children": end,
         "places": end * shape.num_scored,
@@ -126,7 +126,7 @@ def ranked(
         probs_PM = torch.where(lanes_of(given.is_truncated, width) > 0, kept_PM, probs_PM)
     scores_PM, noise_PM = probs_PM, None
     if shape.has_noise:
-        keys_P = given.keys.gather(1, depths_BW.clamp(max=shape.num_rounds - 1)).flatten()
+        keys_P = given.keys.gather(1, depths_BW.clamp(max=shape.num_rounds)).flatten()
         noise_PM = gumbels_of(keys_P, ids_M)
         noisy_PM = lanes_of(given.sharpness, width) * probs_PM.double().log() + noise_PM
         scores_PM = torch.where(lanes_of(given.is_noisy, width) > 0, noisy_PM, probs_PM.double())

@@ -7,12 +7,14 @@ Shape key: B trees, W lanes of a tree, P = B W lanes, N drafted nodes of a tree,
 node, S scored nodes and one for lanes without a node, R rounds, Q numbers of a lane in the results.
 """
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from engine.attention.paged.completion import GrownNodes
 from engine.attention.paged.graphs import TablePass
 from engine.attention.paged.levels import Lanes, feed_lanes
 from engine.draft.trees.best_first import PRIOR_CONTINUED, PRIOR_EXPANDED
@@ -46,54 +48,55 @@ class _Scored(NamedTuple):
     node: Int[Tensor, "B S"]
 
 
-class DeviceRounds:
-    """Owns the state of growing trees. `begin`, then `advance` before the pass of each further level. Neither waits."""
+class DeviceRounds(ABC):
+    """Owns the state of growing trees. `begin`, then `advance` for each round, then `finish`. None waits.
 
-    def __init__(
-        self, shape: RoundShape, table_pass: TablePass, ids_M: Int[Tensor, " M"] | None, num_known: int, dummy_slot: int
-    ) -> None:
-        self._shape, self._pass, self._dummy_slot = shape, table_pass, dummy_slot
-        self._device = device = table_pass.table.device
-        num_trees, num_nodes = shape.num_trees, shape.num_nodes
+    `nodes` are the finished trees, and `is_node_BN` are the places of their nodes.
+    """
+
+    def __init__(self, shape: RoundShape, ids_M: Int[Tensor, " M"] | None, num_known: int, device: torch.device) -> None:
+        self._shape, self._device = shape, device
         self._num_scored = shape.num_rounds * shape.width * shape.num_scored
         self._ids_M = torch.arange(num_known, device=device) if ids_M is None else ids_M
         self._edges = torch.tensor(Reliability.EDGES, dtype=torch.float64, device=device)
         self.numbers_BF, self._given = split_numbers(shape, device)
-
-        def integers(count: int) -> Tensor:
-            return torch.zeros(num_trees, count, dtype=torch.int64, device=device)
-
-        def floats(*sizes: int) -> Tensor:
-            return torch.zeros(num_trees, *sizes, dtype=torch.float64, device=device)
-
-        width, count = shape.width, self._num_scored + 1
+        width, count, integers, floats = shape.width, self._num_scored + 1, self._integers, self._floats
         self._lanes = _Lanes._make([integers(width).bool(), *(integers(width) for _ in range(5)), floats(width)])
         self._scored = _Scored(floats(count), *(integers(count) for _ in range(5)))
-        self._sees_BNN = torch.zeros(num_trees, num_nodes + 2, num_nodes + 1, dtype=torch.bool, device=device)
-        self._depth_BN, self._is_fed_BN = integers(num_nodes + 2), integers(num_nodes + 2).bool()
         self._min_value_B1, self._continued_B1 = floats(1), floats(1)
         self._num_offered_B1, self._num_fed_B1 = integers(1), integers(1)
         self._round_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self.found_BRWQ = floats(shape.num_rounds, width, NUM_FACTS + 3 * shape.num_kept)
+        self.is_node_BN = integers(shape.num_nodes).bool()
+        self.nodes = GrownNodes._make([*(integers(shape.num_nodes) for _ in range(4)), shape.num_rounds])
+
+    def _integers(self, *sizes: int) -> Tensor:
+        return torch.zeros(self._shape.num_trees, *sizes, dtype=torch.int64, device=self._device)
+
+    def _floats(self, *sizes: int) -> Tensor:
+        return torch.zeros(self._shape.num_trees, *sizes, dtype=torch.float64, device=self._device)
+
+    @abstractmethod
+    def _ranked(self) -> Ranked:
+        """Return the candidates of the lanes' nodes."""
+
+    @abstractmethod
+    def _feed(self) -> None:
+        """Prepare the candidates of the lanes' next nodes."""
 
     def begin(self) -> None:
         """Start the trees of `numbers_BF`: the first lane of each has its root."""
-        for tensor in (*self._lanes, *self._scored, self._sees_BNN, self._depth_BN, self._is_fed_BN):
-            tensor.zero_()
-        for tensor in (self._num_offered_B1, self._num_fed_B1, self._round_1, self.found_BRWQ):
+        for tensor in (*self._lanes, *self._scored, self._num_offered_B1, self._num_fed_B1, self._round_1, self.found_BRWQ):
             tensor.zero_()
         self._lanes.is_live[:, :1] = self._given.has_root > 0
         self._lanes.value.fill_(1.0)
         self._scored.value.fill_(-torch.inf)
-        self._sees_BNN[:, 0, 0].fill_(True)
-        self._is_fed_BN[:, 0].fill_(True)
         self._min_value_B1.copy_(1.0 / (self._given.max_nodes + 1))
         self._continued_B1.fill_(PRIOR_CONTINUED)
 
     def advance(self) -> None:
-        """Score the candidates by the logits of the lanes, choose the next lanes, and write them to the table of the pass."""
-        num_lanes = self._shape.num_trees * self._shape.width
-        found = ranked(self._shape, self._given, self._pass.rows_NM[:num_lanes], self._lanes.depth, self._ids_M)
+        """Score the candidates of the lanes' nodes, choose the nodes of the next lanes, and feed them."""
+        found = self._ranked()
         self._keep(found)
         self._score(found)
         self._choose()
@@ -140,13 +143,40 @@ class DeviceRounds:
         for kept, new in zip(self._scored, made, strict=False):
             kept.index_copy_(1, columns, new.reshape(-1, width * count))
 
+    def _best(self) -> tuple[Int[Tensor, "B N"], Float[Tensor, "B N"], Bool[Tensor, "B N"]]:
+        """Return the best scored nodes, their values, and whether they would be kept if growth ended now."""
+        sorted_values, order_BN = self._scored.value.sort(dim=1, descending=True, stable=True)
+        count = min(self._shape.num_nodes, order_BN.shape[1])
+        order_BN, value_BN = order_BN[:, :count], sorted_values[:, :count]
+        return order_BN, value_BN, (value_BN >= self._given.thresholds[:, :count]).cumprod(1) > 0
+
+    def finish(self) -> None:
+        """Number the kept nodes as best_first does: fed nodes first, in this order. Nodes of a fixed shape are sorted by age."""
+        given, scored, num_nodes = self._given, self._scored, self._shape.num_nodes
+        order_BN, _, is_kept_BN = self._best()
+        count = order_BN.shape[1]
+        place_N = torch.arange(1, count + 1, device=self._device)
+        fed_BN = scored.node.gather(1, order_BN)  # 0 of a node that is not fed
+        is_by_place_BN = (given.is_fixed > 0) | (fed_BN == 0)
+        rank_BN = torch.where(is_by_place_BN, num_nodes + place_N, fed_BN)
+        sorted_BN = torch.where(is_kept_BN, rank_BN, 3 * num_nodes).argsort(1)
+        order_BN, fed_BN, is_kept_BN = (one.gather(1, sorted_BN) for one in (order_BN, fed_BN, is_kept_BN))
+        new_BN = self._integers(num_nodes + 2)  # by the number as a fed node
+        new_BN.scatter_(1, torch.where(is_kept_BN & (fed_BN > 0), fed_BN, num_nodes + 1), place_N.expand_as(fed_BN))
+        token_BN, depth_BN, parent_BN = (one.gather(1, order_BN) for one in (scored.token, scored.depth, scored.parent))
+        depth_BN = torch.where(is_kept_BN, depth_BN, 1)
+        made = (token_BN, new_BN.gather(1, parent_BN), depth_BN, given.keys.gather(1, depth_BN))
+        nothing = (0, 0, 1, 0)
+        self.is_node_BN.zero_()
+        self.is_node_BN[:, :count] = is_kept_BN
+        for kept_BN, new, padding in zip(self.nodes[:4], made, nothing, strict=True):
+            kept_BN.fill_(padding)
+            kept_BN[:, :count] = torch.where(is_kept_BN, new, padding)
+
     def _choose(self) -> None:
         """Choose the best new nodes that would be kept if growth ended now."""
         given, scored, width = self._given, self._scored, self._shape.width
-        sorted_values, order_BN = scored.value.sort(dim=1, descending=True, stable=True)
-        count = min(self._shape.num_nodes, order_BN.shape[1])
-        order_BN, value_BN = order_BN[:, :count], sorted_values[:, :count]
-        is_kept_BN = (value_BN >= given.thresholds[:, :count]).cumprod(1) > 0
+        order_BN, value_BN, is_kept_BN = self._best()
         has_children_BN = given.num_children.gather(1, scored.place.gather(1, order_BN)) > 0
         is_inner_BN = torch.where(given.is_fixed > 0, has_children_BN, scored.depth.gather(1, order_BN) < given.depth)
         is_new_BN = is_kept_BN & is_inner_BN & (scored.node.gather(1, order_BN) == 0)
@@ -181,6 +211,31 @@ class DeviceRounds:
         for kept, new in zip(self._lanes, (is_live_BW, node_BW, *taken), strict=True):
             kept.copy_(new)
 
+
+class PassRounds(DeviceRounds):
+    """Rounds whose lanes feed a recorded pass of the drafter, which is to run between two rounds."""
+
+    def __init__(
+        self, shape: RoundShape, table_pass: TablePass, ids_M: Int[Tensor, " M"] | None, num_known: int, dummy_slot: int
+    ) -> None:
+        super().__init__(shape, ids_M, num_known, table_pass.table.device)
+        self._pass, self._dummy_slot = table_pass, dummy_slot
+        end = shape.num_nodes + 2
+        self._sees_BNN = self._integers(end, end - 1).bool()
+        self._depth_BN, self._is_fed_BN = self._integers(end), self._integers(end).bool()
+
+    def begin(self) -> None:
+        """Start the trees. The root is fed."""
+        super().begin()
+        for tensor in (self._sees_BNN, self._depth_BN, self._is_fed_BN):
+            tensor.zero_()
+        self._sees_BNN[:, 0, 0].fill_(True)
+        self._is_fed_BN[:, 0].fill_(True)
+
+    def _ranked(self) -> Ranked:
+        num_lanes = self._shape.num_trees * self._shape.width
+        return ranked(self._shape, self._given, self._pass.rows_NM[:num_lanes], self._lanes.depth, self._ids_M)
+
     def _feed(self) -> None:
         """Write the lanes to the table. Nodes without keys have the root's slot there, and no lane sees them."""
         given, lanes, end = self._given, self._lanes, self._shape.num_nodes + 1
@@ -199,3 +254,42 @@ class DeviceRounds:
             node_positions_BN=given.position + self._depth_BN[:, :end],
         )
         feed_lanes(self._pass, fed, given.tails)
+
+
+class LevelRounds(DeviceRounds):
+    """Rounds over logits of L levels after each root, `levels_BLM`: a node's candidates are its level's, ranked in `begin`."""
+
+    def __init__(self, shape: RoundShape, levels_BLM: Float[Tensor, "B L M"], ids_M: Int[Tensor, " M"] | None) -> None:
+        super().__init__(shape, ids_M, levels_BLM.shape[2], levels_BLM.device)
+        self._num_levels, self.levels_BLM = levels_BLM.shape[1], levels_BLM
+        num_levels, count = self._num_levels, shape.num_trees * self._num_levels
+        wide = self._floats(num_levels, shape.num_kept).view(count, -1)
+        self._by_level = Ranked(wide.long(), wide.clone(), wide.clone(), wide[:, :1].clone())
+
+    def begin(self) -> None:
+        """Start the trees, and rank the tokens of all levels."""
+        super().begin()
+        depth_BL = torch.arange(self._num_levels, device=self._device).expand(self._shape.num_trees, -1)
+        of_levels = self._shape._replace(width=self._num_levels)
+        found = ranked(of_levels, self._given, self.levels_BLM.flatten(0, 1), depth_BL, self._ids_M)
+        for kept, new in zip(self._by_level, found, strict=True):
+            kept.copy_(new)
+
+    def _ranked(self) -> Ranked:
+        """Return the candidates of the lanes' levels; there are none below the last."""
+        depth_BW = self._lanes.depth
+        first_B1 = self._num_levels * torch.arange(self._shape.num_trees, device=self._device)[:, None]
+        places_P = (first_B1 + depth_BW.clamp(max=self._num_levels - 1)).flatten()
+        found = Ranked._make(one.index_select(0, places_P) for one in self._by_level)
+        is_level_P1 = (depth_BW < self._num_levels).flatten()[:, None]
+        return found._replace(squares_P1=torch.where(is_level_P1, found.squares_P1, torch.inf))
+
+    def _feed(self) -> None:
+        """Do nothing: all levels are known."""
+
+    def run(self) -> None:
+        """Grow the trees of `numbers_BF`."""
+        self.begin()
+        for _ in range(self._shape.num_rounds):
+            self.advance()
+        self.finish()

@@ -6,25 +6,30 @@ V vocabulary, R recorded distributions.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.step_plan import Row
 from engine.core.tree import ROOT, TokenTree
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, LevelDrafter, ModelPasses, Proposal, RecordedDrafter
 from engine.draft.text.text_cache import TextCache
-from engine.draft.trees.best_first import BestFirst
+from engine.draft.trees.best_first import BestFirst, ChosenBestFirst, ChosenNodes
 from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_probs
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
-from engine.draft.trees.device_growth import DeviceGrowth, DeviceOffers
+from engine.draft.trees.device_growth import MOST_RANKED, DeviceGrowth, DeviceOffers, LevelGrowth, StartedRounds
+from engine.draft.trees.device_plan import PlannedTree
 from engine.draft.trees.grower import (
     Growth,
     NodeValues,
+    StartingGrower,
     TreeGrower,
+    UnreadGrowth,
     lookup_by_path,
     no_distributions,
     origins_of,
@@ -38,11 +43,10 @@ from engine.native.library import NUM_SCORES
 from engine.sampling.distributions import ranking_temperature
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
-from engine.utils.host_transfer import integers
+from engine.utils.device_clock import DeviceClock
+from engine.utils.host_transfer import arrays_of, integers
 from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict, VerificationFailure
-
-_MOST_RANKED = 256  # distributions, which are in memory together
 
 
 def growers_of(drafter: Drafter | None, vocab_size: int, device: torch.device) -> tuple[TreeGrower, ...]:
@@ -64,7 +68,7 @@ def _grower_without_waits(drafter: Drafter, vocab_size: int, device: torch.devic
         of_model = _grower_without_waits(drafter.model, vocab_size, device)
         return None if of_model is None else ModelAloneGrower(of_model, drafter.texts)
     if isinstance(drafter, LevelDrafter):
-        return LevelGrower(drafter, vocab_size, device)
+        return LevelGrower(drafter, vocab_size, device, LevelGrowth(drafter))
     return DeviceGrower.of(drafter, vocab_size, device) if isinstance(drafter, RecordedDrafter) else None
 
 
@@ -77,6 +81,15 @@ def grow(
     """Grow every decoding row's tree with the first grower that can. Rows with a grammar need `grammars`."""
     grower = next(one for one in growers if one.can_grow(rows))
     return grower.grow(rows, calibrations or Calibrations(), grammars)
+
+
+def start_growth(
+    growers: Sequence[TreeGrower], rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks
+) -> Growth | UnreadGrowth:
+    """Grow every decoding row's tree as `grow` does, without a wait if the grower can do without."""
+    grower = next(one for one in growers if one.can_grow(rows))
+    how = grower.start if isinstance(grower, StartingGrower) else grower.grow
+    return how(rows, calibrations, grammars)
 
 
 @dataclass(frozen=True)
@@ -127,13 +140,14 @@ class LevelGrower:
     drafter: LevelDrafter
     vocab_size: int
     device: torch.device
+    growth: LevelGrowth | None = None
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         """Return whether no tree samples or edits, and the ranked distributions are few."""
         drafting = [row for row in rows if row.is_drafting]
         most_levels = max((row.expansion.max_depth for row in drafting), default=0)
         is_ranked = all(row.draw_kind in RANKED_KINDS and not row.sampling.edits_logits for row in drafting)
-        return is_ranked and len(drafting) * most_levels <= _MOST_RANKED
+        return is_ranked and len(drafting) * most_levels <= MOST_RANKED
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
         """Feed the drafter the missing tokens and grow every decoding row's tree by its strategy."""
@@ -141,6 +155,14 @@ class LevelGrower:
         strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
         offers = _OffersByLevel(self.drafter, [row for row in rows if row.draft_ids])
         return _grown(strategies, offers, self.vocab_size, self.device)
+
+    def start(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth | UnreadGrowth:
+        """Start to grow the trees on the device if it can."""
+        if self.growth is None or not self.growth.can_grow(rows):
+            return self.grow(rows, calibrations, grammars)
+        started = _started(self.growth.start, rows, calibrations, self.vocab_size, self.device)
+        assert started is not None
+        return started
 
 
 @runtime_checkable
@@ -172,6 +194,11 @@ class ModelAloneGrower:
         """Feed the model the missing tokens and grow every decoding row's tree by its strategy."""
         return self.of_model.grow(rows, calibrations, grammars)
 
+    def start(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth | UnreadGrowth:
+        """Start to grow the trees if the model's grower can."""
+        how = self.of_model.start if isinstance(self.of_model, StartingGrower) else self.of_model.grow
+        return how(rows, calibrations, grammars)
+
 
 @dataclass(frozen=True)
 class DeviceGrower:
@@ -193,13 +220,47 @@ class DeviceGrower:
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
         """Feed the drafter the missing tokens and grow every decoding row's tree by its strategy."""
+        grown = self.start(rows, calibrations, grammars)
+        return grown if isinstance(grown, Growth) else grown.read(arrays_of(grown.results))
+
+    def start(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth | UnreadGrowth:
+        """Start to grow the trees. If a recorded pass is too small for them, they grow in rounds."""
         del grammars  # a row with a grammar edits its logits
+        started = _started(self.growth.start, rows, calibrations, self.vocab_size, self.device)
+        if started is not None:
+            return started
         strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
-        feeding = [row for row in rows if row.draft_ids]
-        offers: _Offers = _OffersByPass(self.drafter, feeding, None)
-        if self.growth.fits(rows, calibrations):
-            offers = DeviceOffers(self.growth, feeding, calibrations)
+        offers = _OffersByPass(self.drafter, [row for row in rows if row.draft_ids], None)
         return _grown(strategies, offers, self.vocab_size, self.device)
+
+
+def _started(
+    start: Callable[[Sequence[Row], Sequence[PlannedTree]], StartedRounds | None],
+    rows: Sequence[Row],
+    calibrations: Calibrations,
+    vocab_size: int,
+    device: torch.device,
+) -> UnreadGrowth | None:
+    """Start to grow the trees of a step; None if that is not possible, and nothing ran."""
+    decoding, clock = [row for row in rows if row.is_decoding], DeviceClock(device)
+    planned = [PlannedTree(row, calibrations.of(row)) for row in decoding if row.is_drafting]
+    rounds = start([row for row in rows if row.draft_ids], planned)
+    if rounds is None:
+        return None
+
+    def read(results: Sequence[NDArray[np.float64]]) -> Growth:
+        trees, passes = rounds.read(results)
+        by_id = {one.row.request_id: tree for one, tree in zip(planned, trees, strict=True)}
+        chosen = {request_id: tree.chosen for request_id, tree in by_id.items()}
+        strategies = [strategy_of(row, calibrations.of(row), chosen.get(row.request_id)) for row in decoding]
+        return _grown(strategies, DeviceOffers(by_id, passes), vocab_size, device)
+
+    clock.stop()
+    return UnreadGrowth(tuple(map(_with_room, decoding)), rounds.nodes, rounds.results, read, clock)
+
+
+def _with_room(row: Row) -> TokenTree:
+    return TokenTree.star(row.certain_ids[-1], row.expansion.num_draft_tokens if row.is_drafting else 0)
 
 
 def grow_by(
@@ -312,8 +373,11 @@ def _grown(strategies: Sequence[Strategy], offers: _Offers, vocab_size: int, dev
     return replace(grown, num_rounds=num_rounds, passes=offers.passes)
 
 
-def strategy_of(row: Row, calibration: RuleCalibration) -> Strategy:
-    """Return the strategy of a row. Only deterministic and shared-noise rows may drop nodes, so only they use BestFirst."""
+def strategy_of(row: Row, calibration: RuleCalibration, chosen: ChosenNodes | None = None) -> Strategy:
+    """Return the strategy of a row. Only deterministic and shared-noise rows may drop nodes, so only they use BestFirst.
+
+    `chosen` are the nodes of a best-first tree if a device has grown it.
+    """
     tree, expansion = GrowingTree(row, calibration.agreement.sharpness), row.expansion
     is_sampled = row.draw_kind not in RANKED_KINDS
     if expansion.is_delayed:
@@ -329,7 +393,8 @@ def strategy_of(row: Row, calibration: RuleCalibration) -> Strategy:
         return Threshold(tree)
     if expansion.tree == "greedy_sample" and is_sampled:
         return GreedySample(tree)
-    return BestFirst(tree, calibration if expansion.tree == "noise_aware" else None)
+    valued = calibration if expansion.tree == "noise_aware" else None
+    return BestFirst(tree, valued) if chosen is None else ChosenBestFirst(tree, valued, chosen)
 
 
 def learn(

@@ -1,15 +1,18 @@
 """The protocol of growers, and the result of growing a step's trees. Shape key: V vocabulary."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention.paged.completion import GrownNodes
 from engine.core.enums import DraftSource, Origin
 from engine.core.step_plan import Row
 from engine.core.tree import TokenTree
@@ -17,6 +20,7 @@ from engine.draft.drafter import ModelPasses
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.sampling import ChildCandidates
 from engine.structured_output.masks import GrammarMasks
+from engine.utils.device_clock import DeviceClock
 from engine.verify.forest import Forest
 
 T = TypeVar("T")
@@ -59,6 +63,21 @@ class Growth:
     passes: ModelPasses = ModelPasses()
 
 
+@dataclass(frozen=True)
+class UnreadGrowth:
+    """Trees that a device grows and the host has not read. Valid until the next trees grow.
+
+    `trees` are stars with room for the most nodes that each decoding row's tree may have. `nodes` are the nodes of the trees with
+    more than a root, on the device. `read` turns the host's copies of `results` into the step's trees.
+    """
+
+    trees: tuple[TokenTree, ...]
+    nodes: GrownNodes
+    results: Sequence[Tensor]
+    read: Callable[[Sequence[NDArray[np.float64]]], Growth]
+    clock: DeviceClock
+
+
 @runtime_checkable
 class TreeGrower(Protocol):
     """One way to grow the trees of a step. All of them grow the same trees from the same rows."""
@@ -69,6 +88,15 @@ class TreeGrower(Protocol):
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
         """Feed the drafter the missing tokens and grow every decoding row's tree. Rows with a grammar need `grammars`."""
+        ...
+
+
+@runtime_checkable
+class StartingGrower(Protocol):
+    """A grower for whose trees the host need not wait."""
+
+    def start(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth | UnreadGrowth:
+        """Do as `grow`, without waiting for the trees if that is possible."""
         ...
 
 

@@ -3,6 +3,8 @@
 Every operation that torch runs in it is looked at. Attention is left out: its kernel is one launch, or two.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,13 +14,17 @@ from engine.attention.paged.buffer import TableBuffer
 from engine.attention.paged.graphs import GraphResources
 from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.attention.segments import chain_segment
+from engine.core.policy import FixedExpansion
 from engine.core.tree import parse_expansion
 from engine.core.types import SamplingParams
 from engine.draft.trees.calibration import Calibrations
-from engine.draft.trees.grow import DeviceGrower
+from engine.draft.trees.device_growth import LevelGrowth
+from engine.draft.trees.grow import DeviceGrower, LevelGrower
 from engine.model.causal_lm import CausalModel, adopt
 from engine.testing import tiny_engine, tiny_module
 from tests.model.attention.test_static_steps import LIMITS
+from tests.model.draft.test_checkpoint_drafters import checkpoint_engine
+from tests.model.driving import greedy, run, sampled
 from tests.model.heads import drafter_of, head_engine, learnt_head
 from tests.model.passes import CPU
 from tests.model.rows import decoding_row
@@ -110,6 +116,19 @@ def test_rounds_of_growth_are_capturable(tree):
     grown = grower.grow(rows, Calibrations(), None)
     assert grown.passes.num_passes >= 3
     assert recording.watched.num_operations > of_passes + 100
+    assert recording.watched.seen == []
+
+
+def test_rounds_over_levels_are_capturable(tmp_path):
+    """From the ranking of levels to the numbers of nodes, in one graph."""
+    recording = Recording()
+    engine = checkpoint_engine(tmp_path, "medusa", FixedExpansion(parse_expansion("noise_aware.8.4.4")))
+    drafter: Any = engine.drafter
+    drafter.recorder = recording
+    by_device = LevelGrower(drafter, engine.info.vocab_size, CPU, LevelGrowth(drafter))
+    engine._growers = (engine._growers[0], by_device)
+    run(engine, [greedy("one", [5, 9, 33]), sampled("two", [7, 8], seed=1, max_tokens=9)])
+    assert recording.watched.num_operations > 500
     assert recording.watched.seen == []
 
 

@@ -12,11 +12,13 @@ from engine.attention.paged.graph_recorder import CudaGraphs, GraphRefused, Unre
 from engine.attention.paged.reference import attend
 from engine.build import BadConfiguration, build_engine
 from engine.core.config import EngineConfig, SchedulerConfig
+from engine.draft.checkpoints.one_pass import DFlashDrafter, MedusaDrafter
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.graph_setup import record, static_steps, table_capacity
 from engine.memory_plan import memory_need
 from engine.model.causal_lm import adopt
 from engine.testing import tiny_engine, tiny_module
+from tests.model.draft.test_checkpoint_drafters import checkpoint_engine
 from tests.model.driving import run
 from tests.model.folders import model_folder
 from tests.model.heads import random_head
@@ -124,6 +126,18 @@ def test_capture_error_is_logged_not_cleanup_error(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING):
         graphs.record(run)
     assert caplog.messages == ["CUDA graphs are off: it looked at a number"]
+
+
+@pytest.mark.parametrize("name", ["medusa", "dflash"])
+def test_growth_over_levels_is_recorded(name, tmp_path):
+    """By the recorder of the target's passes: graphs share their memory."""
+    engine = checkpoint_engine(tmp_path, name, config=LIMITS)
+    engine.target.model.attend = attend
+    steps = static_steps(CONFIG, engine.target.model)
+    assert steps is not None
+    record(steps, LIMITS, engine.target, engine.drafter)
+    assert isinstance(engine.drafter, DFlashDrafter | MedusaDrafter)
+    assert engine.drafter.recorder is steps.recorder
 
 
 def test_observers_register_before_recording():

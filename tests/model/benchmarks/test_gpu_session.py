@@ -41,7 +41,7 @@ def test_a_tiny_session_writes_every_part(tmp_path):
     assert next(one["value"] for one in by_part["exact"] if one["case"] == "right answers") == 1.0
     assert all(one["value"] > 0 for one in by_part["policy"])
     assert {one["to"] for one in by_part["pages"]} == {"pages of 16", "in order", "no table"}
-    assert {one["to"] for one in by_part["waits"]} == {"afterwards", "rounds"}
+    assert {one["to"] for one in by_part["waits"]} == {"afterwards", "rounds", "trees first"}
     assert {one["case"] for one in by_part["decode"]} >= {"peak of bytes", "peak of operations"}
     assert (tmp_path / "found.md").read_text() in done.stdout
     again = subprocess.run([*command, "--only", *parts], env=environment, capture_output=True, text=True, check=False)

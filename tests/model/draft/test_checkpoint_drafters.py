@@ -289,7 +289,7 @@ def recorded_error(folder: Path, kind: str) -> float:
     engine.add(sampled("a", PROMPTS[1], seed=3, verifier="traversal"))
     grown: list[Growth] = []
     grow = engine._grow
-    engine._grow = lambda plan: grown.append(grow(plan)) or grown[-1]  # type: ignore[func-returns-value,method-assign]
+    engine._grow = lambda plan: grown.append(grow(plan)) or grown[-1]  # type: ignore[arg-type,func-returns-value,method-assign]
     history, errors = [*PROMPTS[1]], []
     while engine.has_work:
         for event in engine.step().events:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from torch import Tensor
 
+from engine.attention.paged.graph_recorder import Unrecorded
 from engine.core.policy import FixedExpansion
 from engine.core.step_plan import Feeding, Row
 from engine.core.tree import parse_expansion
@@ -20,9 +21,12 @@ from engine.core.types import SamplingParams
 from engine.draft.drafter import FrontierNode, GrowingTree, LevelProposal, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.trees import grow as growth
 from engine.draft.trees.calibration import Calibrations
+from engine.draft.trees.device_growth import LevelGrowth
+from engine.draft.trees.device_rounds import LevelRounds
 from engine.draft.trees.grow import LevelGrower, RoundGrower, growers_of
-from engine.draft.trees.grower import Growth
+from engine.draft.trees.grower import Growth, UnreadGrowth
 from engine.native import noise
+from engine.utils.host_transfer import arrays_of
 from tests.model.draft.test_checkpoint_drafters import REQUESTS, checkpoint_engine
 from tests.model.driving import greedy, run, sampled
 from tests.model.kv_cache.test_kv_cache import RandomExpansion
@@ -128,6 +132,66 @@ def test_levels_grow_the_trees_of_rounds(seed, num_levels, is_trimmed, count, ha
             patch.setattr(noise, "can_choose", lambda _: False)
         found, expected = grown_by(seed, num_levels, is_trimmed, count)
     assert is_same(found, expected)
+
+
+class RecordedLevels(Levels):
+    """The same, over which rounds can be recorded."""
+
+    recorder = Unrecorded()
+
+
+def grown_on_device(seed: int, num_levels: int, is_trimmed: bool, count: int) -> tuple[Growth, Growth]:
+    """Return the growth on the device, and by rounds."""
+    drafter = RecordedLevels(seed, num_levels, is_trimmed)
+    rows = [row for row in rows_of(seed, count) if row.expansion.tree not in ("heap", "calibrated")]
+    grower = LevelGrower(drafter, V, CPU, LevelGrowth(drafter))
+    started = grower.start(rows, Calibrations(), None)
+    assert isinstance(started, UnreadGrowth) == bool(rows)
+    found = started.read(arrays_of(started.results)) if isinstance(started, UnreadGrowth) else started
+    return found, RoundGrower(drafter, V, CPU).grow(rows, Calibrations(), None)
+
+
+@settings(max_examples=80)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.booleans(), st.integers(1, 6))
+def test_devices_grow_the_trees_of_rounds(seed, num_levels, is_trimmed, count):
+    """Also where a tree is deeper than the levels, and where the drafter proposes after no root."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(noise, "can_choose", lambda _: False)
+        found, expected = grown_on_device(seed, num_levels, is_trimmed, count)
+    assert is_same(found, expected)
+
+
+def of_first_level(rounds):
+    rounds._lanes.depth.zero_()
+    return ranked_of_levels(rounds)
+
+
+def below_the_last_level(rounds):
+    return ranked_of_levels(rounds)._replace(squares_P1=torch.ones(rounds._lanes.depth.numel(), 1, dtype=torch.float64))
+
+
+ranked_of_levels = LevelRounds._ranked
+
+
+@pytest.mark.parametrize("mutant", [of_first_level, below_the_last_level])
+def test_wrong_levels_on_devices_are_detected(mutant, monkeypatch):
+    monkeypatch.setattr(noise, "can_choose", lambda _: False)
+    monkeypatch.setattr(LevelRounds, "_ranked", mutant)
+    assert any(not is_same(*grown_on_device(seed, 2, False, 6)) for seed in range(5))
+
+
+@pytest.mark.parametrize("tree", ["heap.6.3.3", "33.1.0"])
+def test_other_levels_are_grown_by_hosts(tree):
+    """Trees whose shape depends on single tokens, and more levels than are ranked together."""
+    drafter = RecordedLevels(0, 3, False)
+    growth = LevelGrowth(drafter)
+    row = decoding_row(sampling=GREEDY, verifier="coupled", request_id="0")
+    others = [structs.replace(row, expansion=parse_expansion(tree))] * 5
+    assert growth.can_grow([row] * 5)
+    assert not growth.can_grow(others)
+    assert not LevelGrowth(Levels(0, 3, False)).can_grow([row])
+    grown = LevelGrower(drafter, V, CPU, growth).start(others, Calibrations(), None)
+    assert isinstance(grown, Growth)
 
 
 def with_one_noise(root, num_levels):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.utils import host_transfer as transfer
-from engine.utils.host_transfer import column, floats, integers, to_host
+from engine.utils.host_transfer import arrays_of, column, floats, integers, to_host
 from tests.model.passes import CPU
 
 numbers = st.lists(st.floats(allow_nan=False, width=32), max_size=5)
@@ -16,6 +16,19 @@ numbers = st.lists(st.floats(allow_nan=False, width=32), max_size=5)
 def test_numbers_of_several_tensors_come_back_apart(sent):
     tensors = [torch.tensor(values, dtype=torch.float64 if is_double else torch.float32) for values, is_double in sent]
     assert to_host(tensors) == [values for values, _ in sent]
+
+
+def test_arrays_of_several_shapes_come_back_apart():
+    """Integers and flags too, as float64."""
+    sent = [
+        torch.arange(6).view(1, 2, 3),
+        torch.empty(0, 4),
+        torch.tensor([True, False]),
+        torch.tensor([[1 / 3]], dtype=torch.float64),
+    ]
+    found = arrays_of(sent)
+    assert [one.shape for one in found] == [tuple(one.shape) for one in sent]
+    assert [one.tolist() for one in found] == [one.double().tolist() for one in sent]
 
 
 def test_a_cut_one_number_late_is_noticed(monkeypatch):
