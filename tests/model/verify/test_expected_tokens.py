@@ -161,5 +161,5 @@ def test_rows_without_number_keep_the_others():
 
 def test_unjudged_row_predicts_nothing(monkeypatch):
     broken = VerificationFailure("broken", ErrorCode.VERIFICATION_FAILED)
-    monkeypatch.setattr(Judge, "judge", lambda self, rows, forest, logits, best: [broken for _ in rows])
+    monkeypatch.setattr(Judge, "judge", lambda self, rows, *_: [broken for _ in rows])
     assert run(mixed_engine(), [greedy("r", (5, 9, 3))]).stats[0].num_expected_rows == 0
