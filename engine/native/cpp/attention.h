@@ -25,7 +25,7 @@
 // The output of a token and head, of keys k = 0, 1, ... with scores s (logarithms of base 2, by scaled queries):
 //
 //   score        even terms of the dot product in order, plus odd terms in order
-//   weight(k)    2^(s(k) - largest s), or 0 below 2^-40
+//   weight(k)    2^(s(k) - largest s), or 0 below 2^-100
 //   total        sixteen sums, of weights k = i modulo 16 in order; then halves are added
 //   output       sum of weight(k) value(k) in order, divided by the total
 //

@@ -34,8 +34,9 @@
 
 namespace latebranch {
 
-constexpr int64_t kTokensTogether = 64;  // most tokens of a segment that read its keys together
-constexpr int64_t kFewestTogether = 2;   // with fewer, keys are read too often, even if threads would be idle
+constexpr int64_t kTokensTogether = 64;    // tokens of a segment that read its keys together, if there are as many,
+constexpr int64_t kQueriesTogether = 384;  // or more, up to as many queries of a key-value head
+constexpr int64_t kFewestTogether = 2;     // with fewer, keys are read too often, even if threads would be idle
 
 struct Layer {
   Linear query, key, value, output, gate, up, down;
@@ -253,7 +254,7 @@ class Run {
         keeps_last_ |= std::count(f->after, f->after + f->num_states, d_.num_layers) > 0;
       }
     }
-    int64_t together = kTokensTogether;
+    int64_t together = std::max(kTokensTogether, kQueriesTogether / (d_.num_heads / d_.num_kv_heads));
     make_spans(together);
     while (together > kFewestTogether && would_wait(num_threads))
       make_spans(together /= 2);
@@ -540,9 +541,10 @@ class Run {
     const bool is_trimmed = l + 1 == d_.num_layers && is_trimmed_;
     const std::vector<Span>& spans = is_trimmed ? last_spans_ : spans_;
     const Heads heads{d_.num_heads, d_.num_kv_heads, d_.head_size, p_.head_stride, d_.scaling, layer.window};
+    // By head: later tokens of a prompt see more keys, so threads would have different work by spans.
     worker.each(spans.size() * d_.num_kv_heads, [&](int64_t task) {
-      const Span span = spans[task / d_.num_kv_heads];
-      s_.attention[worker.id].template run<Terms>(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.begin,
+      const Span span = spans[task % spans.size()];
+      s_.attention[worker.id].template run<Terms>(p_.segments, heads, span.segment, task / spans.size(), span.begin,
                                                   span.end, p_.positions, keys, values, s_.qkv.data(), row_,
                                                   s_.attended.data());
     });
