@@ -167,7 +167,7 @@ def grown_both_ways(monkeypatch, engine: Engine) -> list[tuple[Growth, Growth]]:
         pairs.append((found[by_library], found[by_rounds]))
         return found[ways[-1]]
 
-    monkeypatch.setattr(stepping, "grow", both)
+    monkeypatch.setattr(stepping, "start_growth", both)
     run(engine, crowd())
     return pairs
 
