@@ -137,7 +137,7 @@ def test_seeds_and_predictions_are_equal_across_contenders():
 
 def test_different_greedy_completion_stops_the_run(stable, tmp_path, monkeypatch):
     """The mutant: the extra token is 1 more than it should be, but only where something was drafted."""
-    judge = Judge.judge
+    judge: Any = Judge.judge
 
     def shifted(self, rows, forest, *given):
         verdicts = judge(self, rows, forest, *given)
