@@ -5,6 +5,7 @@ mutant at the end takes the extra token from the root and must fail. `pytest --g
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from engine.engine import Engine
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, load_model
 from engine.model.target import Target
-from engine.verify import coupled
+from engine.verify.dispatch import Judge
+from engine.verify.verdict import Verdict
 from engine.weights import resolve
 from server.settings import SHIPPED_DRAFTERS
 from tests.e2e.prompts import PROMPTS
@@ -154,12 +156,12 @@ def test_seeded_completion_is_equal_with_speculation(golden: Golden) -> None:
 def test_comparison_detects_extra_token_from_root(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: whatever path is accepted, the extra token is the root's arg max."""
 
-    def from_the_root(trees, choices):
-        offsets = [sum(tree.num_nodes for tree in trees[:index]) for index in range(len(trees))]
-        verdicts = honest(trees, choices)
-        return [type(v)(v.path, choices[offset]) for v, offset in zip(verdicts, offsets, strict=True)]
+    def from_the_root(self, rows, forest, logits_NV, *given):
+        verdicts, likeliest = honest(self, rows, forest, logits_NV, *given), logits_NV.argmax(-1).tolist()
+        found = zip(verdicts, rows, forest.offsets, strict=False)
+        return [Verdict(v.path, likeliest[offset]) if row.sampling.is_greedy else v for v, row, offset in found]
 
-    honest = coupled.judge_greedy
-    monkeypatch.setattr("engine.verify.dispatch.judge_greedy", from_the_root)
+    honest: Any = Judge.judge
+    monkeypatch.setattr(Judge, "judge", from_the_root)
     with pytest.raises(AssertionError):
         test_in_a_batch_of_eight_mixed_requests(golden)

@@ -18,7 +18,7 @@ from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.tree import Expansion
 from engine.core.types import Request
 from engine.draft.models.early_exit import Lens
-from engine.verify import coupled
+from engine.verify.dispatch import Judge
 from server.cli.bench_compare import OutputsDiffer
 from server.cli.bench_prompts import BenchError, Prompt, load_prompts, read_prompts
 from tests.model.folders import model_folder, with_rows
@@ -137,16 +137,16 @@ def test_seeds_and_predictions_are_equal_across_contenders():
 
 def test_different_greedy_completion_stops_the_run(stable, tmp_path, monkeypatch):
     """The mutant: the extra token is 1 more than it should be, but only where something was drafted."""
-    judge = coupled.judge_greedy
+    judge: Any = Judge.judge
 
-    def shifted(trees, choices):
-        verdicts = judge(trees, choices)
+    def shifted(self, rows, forest, *given):
+        verdicts = judge(self, rows, forest, *given)
         return [
             type(verdict)(verdict.path, (verdict.extra_id + 1) % 61) if tree.num_nodes > 1 else verdict
-            for tree, verdict in zip(trees, verdicts, strict=True)
+            for tree, verdict in zip(forest.trees, verdicts, strict=True)
         ]
 
-    monkeypatch.setattr("engine.verify.dispatch.judge_greedy", shifted)
+    monkeypatch.setattr(Judge, "judge", shifted)
     with pytest.raises(OutputsDiffer, match=r"model 3\.1\.0 differs from plain decoding at temperature 0"):
         measured(design(("model",)), stable, tmp_path / "out")
 
