@@ -131,7 +131,7 @@ def are_same(one: Growth, other: Growth) -> bool:
     )
 
 
-def are_same_candidates(one: Offered, other: ChildCandidates) -> bool:
+def are_same_candidates(one: ChildCandidates | Offered, other: ChildCandidates | Offered) -> bool:
     noise = [*other.noise] or [0.0] * len(other.probs)  # a greedy row's
     return (
         [*one.token_ids] == [*other.token_ids]
