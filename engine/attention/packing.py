@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.utils.host_transfer import arrays, as_longs
+from engine.utils.host_transfer import Integers, arrays, as_longs
 
 _MAX_PADDING = 2.0  # a group may be at most this many times as large as its segments together
 
@@ -99,15 +99,37 @@ class Padded:
 
 @dataclass(frozen=True)
 class FlatSegments:
-    """Segments end to end, in the host's memory.
+    """B segments end to end, in the host's memory.
 
-    `table` contains the offsets of each segment's packed tokens, keys, tail keys and entries of `seen`, [4, B + 1].
+    `numbers` are `table`, the key slots and the tail positions. `table` contains the offsets of each segment's packed tokens,
+    keys, tail keys and entries of `seen`, [4, B + 1].
     """
 
-    table: NDArray[np.int64]
-    key_slots: NDArray[np.int64]
-    tail_positions: NDArray[np.int64]
-    seen: NDArray[np.uint8]
+    numbers: Integers
+    seen: Integers
+    num_segments: int
+    num_keys: int
+
+    @cached_property
+    def _parts(self) -> list[NDArray[np.int64]]:
+        numbers, first_key = np.frombuffer(self.numbers, dtype=np.int64), 4 * (self.num_segments + 1)
+        first_tail = first_key + self.num_keys
+        return [numbers[:first_key], numbers[first_key:first_tail], numbers[first_tail:]]
+
+    @property
+    def table(self) -> NDArray[np.int64]:
+        """The offsets of each segment's parts."""
+        return self._parts[0].reshape(4, self.num_segments + 1)
+
+    @property
+    def key_slots(self) -> NDArray[np.int64]:
+        """The slots of all keys."""
+        return self._parts[1]
+
+    @property
+    def tail_positions(self) -> NDArray[np.int64]:
+        """The positions of all tail keys."""
+        return self._parts[2]
 
 
 @dataclass(frozen=True)
@@ -160,21 +182,17 @@ class PackedBatch:
     @cached_property
     def flat(self) -> FlatSegments:
         """The segments end to end."""
-        keys, tails, seen = array("q"), array("q"), bytearray()
-        firsts_of_keys, firsts_of_tails, firsts_of_seen = [0], [0], [0]
+        keys, tails, seen = array("q"), array("q"), array("B")
+        firsts_of_keys, firsts_of_tails, firsts_of_seen = array("q", (0,)), array("q", (0,)), array("q", (0,))
         for segment in self.segments:
             keys.extend(as_longs(segment.key_slots))
             tails.extend(segment.tail_positions)
-            seen += segment.tail_visible_TW.tobytes()
+            seen.frombytes(segment.tail_visible_TW.tobytes())
             firsts_of_keys.append(len(keys))
             firsts_of_tails.append(len(tails))
             firsts_of_seen.append(len(seen))
-        return FlatSegments(
-            table=np.array((self.starts, firsts_of_keys, firsts_of_tails, firsts_of_seen), dtype=np.int64),
-            key_slots=np.frombuffer(keys, dtype=np.int64),
-            tail_positions=np.frombuffer(tails, dtype=np.int64),
-            seen=np.frombuffer(seen, dtype=np.uint8),
-        )
+        numbers = array("q", self.starts) + firsts_of_keys + firsts_of_tails + firsts_of_seen + keys + tails
+        return FlatSegments(numbers, seen, len(self.segments), len(keys))
 
 
 def _grouped(segments: Sequence[Segment]) -> list[list[int]]:

@@ -115,7 +115,8 @@ class Runner:
         else:
             steps = walks.steps
             steps.num_complete = library.library().latebranch_steps(*by, ctypes.byref(steps.structure), library.num_threads())
-        cache.check_read(batch.flat.key_slots)
+        if cache.is_watched:
+            cache.check_read(batch.flat.key_slots)
         return Output(logits_NM, head_inputs_ND, after, list(zip(largest_N, likeliest_N, strict=True)))
 
     def pass_over(
@@ -124,14 +125,14 @@ class Runner:
         """Return the structure of a pass over the packed tokens, without its outputs. It points into the arguments."""
         flat, pass_ = batch.flat, self.shared_addresses(cache, rotations, None if slot_states is None else slot_states.pool_SD)
         tokens, row = library.address(batch.tokens_3T), 8 * batch.num_tokens
-        table, column = library.address(flat.table), 8 * len(batch.starts)
+        table, column = library.address_of(flat.numbers), 8 * len(batch.starts)
         pass_.num_tokens, pass_.num_segments = batch.num_tokens, len(batch.segments)
         pass_.token_ids, pass_.positions, pass_.write_slots = tokens, tokens + row, tokens + 2 * row
         pass_.before = None if slot_states is None else slot_states.before_T.data_ptr()
         pass_.first_token, pass_.first_key = table, table + column
         pass_.first_tail, pass_.first_seen = table + 2 * column, table + 3 * column
-        pass_.key_slots, pass_.tail_positions = library.address(flat.key_slots), library.address(flat.tail_positions)
-        pass_.seen = library.address(flat.seen)
+        pass_.key_slots, pass_.tail_positions = table + 4 * column, table + 4 * column + 8 * flat.num_keys
+        pass_.seen = library.address_of(flat.seen)
         return pass_
 
     def shared_addresses(

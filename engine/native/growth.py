@@ -7,7 +7,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +23,7 @@ from engine.utils.host_transfer import as_longs
 IS_RATHER_CACHED, IS_PREDICTED = 1, 2  # bits of a token's origin (ranked_tree.h)
 
 
-@dataclass(frozen=True, slots=True)
-class RankedRow:
+class RankedRow(NamedTuple):
     """A row whose tree is to grow: its slots, the limits of the tree, the parameters that rank its nodes, and costs.
 
     `slots` are by position, up to the last that a node may have. `least_chances` are the acceptance thresholds of the likeliest
@@ -67,9 +66,13 @@ class FedRow(NamedTuple):
 class Offered(NamedTuple):
     """The best tokens after a node, best first, with their probabilities and noise (0 for a row without noise)."""
 
-    token_ids: tuple[int, ...]
-    odds: tuple[float, ...]
-    noise: tuple[float, ...]
+    token_ids: NDArray[np.int64]
+    probs: NDArray[np.float32]
+    noise: NDArray[np.float64]
+
+    def index_of(self, token_id: int) -> int | None:
+        """Return the place of a token, None if it is not among the best."""
+        return next(iter((self.token_ids == token_id).nonzero()[0].tolist()), None)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,11 +86,10 @@ class Offers:
     def at(self, place: int) -> Offered:
         """Return the offer of a place."""
         count = self.tokens[place, -1]
-        return Offered(*(tuple(of_place[place, :count].tolist()) for of_place in (self.tokens, self.odds, self.noise)))
+        return Offered(self.tokens[place, :count], self.odds[place, :count], self.noise[place, :count])
 
 
-@dataclass(frozen=True, slots=True)
-class GrownTree:
+class GrownTree(NamedTuple):
     """A grown tree; node 0 is the root. `by_age` has the other nodes in the order in which they were offered.
 
     `offers` are the places of the nodes' offers, -1 for a node without one. `keeps_slot`: the node was fed under its final
@@ -127,29 +129,26 @@ def grown_trees(
     `addresses` are those of Runner.shared_addresses. A token at position 0 reads slot `before_all`. Each tree's root is the last
     token of one of the `fed` rows.
     """
-    assert sorted(row.tree for row in fed if row.tree is not None) == [*range(len(rows))]
-    assert all(len(row.slots) > row.root_position + row.max_nodes for row in rows), "a node has no slot"
-    slots = [as_longs(row.slots) for row in rows]
-    shares = [array("d", chain.from_iterable(row.shares)) for row in rows]
-    least_chances = [array("d", row.least_chances) for row in rows]
-    assert all(len(own) == row.max_nodes for own, row in zip(least_chances, rows, strict=True))
-    assert all(len(own) == library.NUM_SHARES for row in rows for own in row.shares)
-    fed_ids, fed_slots = [as_longs(row.token_ids) for row in fed], [as_longs(row.slots) for row in fed]
-    structures = (library.RankedRowStructure * len(rows))(
-        *(
-            _structure(row, library.address_of(own), library.address_of(own_shares), library.address_of(least))
-            for row, own, own_shares, least in zip(rows, slots, shares, least_chances, strict=True)
-        )
-    )
-    fed_structures = (library.FedRowStructure * len(fed))(
-        *(
-            library.FedRowStructure(
-                *(len(ids), row.first_position, library.address_of(ids), library.address_of(own)),
-                -1 if row.tree is None else row.tree,
-            )
-            for row, ids, own in zip(fed, fed_ids, fed_slots, strict=True)
-        )
-    )
+    structures, fed_structures = (library.RankedRowStructure * len(rows))(), (library.FedRowStructure * len(fed))()
+    kept: list[library.Numbers] = []
+    for index, row in enumerate(rows):
+        slots, least_chances = as_longs(row.slots), array("d", row.least_chances)
+        shares = array("d", [*row.shares[0], *row.shares[1]])
+        assert len(slots) > row.root_position + row.max_nodes, "a node has no slot"
+        assert len(least_chances) == row.max_nodes
+        assert len(shares) == 2 * library.NUM_SHARES
+        pointers = library.address_of(slots), library.address_of(shares), library.address_of(least_chances)
+        structures[index] = _structure(row, *pointers)
+        kept += slots, shares, least_chances
+    trees_fed: list[int] = []
+    for index, one in enumerate(fed):
+        fed_ids, slots, tree = as_longs(one.token_ids), as_longs(one.slots), -1 if one.tree is None else one.tree
+        begins = library.address_of(fed_ids), library.address_of(slots)
+        fed_structures[index] = library.FedRowStructure(len(fed_ids), one.first_position, *begins, tree)
+        kept += fed_ids, slots
+        if tree >= 0:
+            trees_fed.append(tree)
+    assert sorted(trees_fed) == [*range(len(rows))]
     most = sum(1 + row.max_nodes for row in rows)
     counts, nodes, chances = (library.empty_array(*one) for one in (("q", 2 * len(rows)), ("q", 6 * most), ("d", 2 * most)))
     offers = Offers(

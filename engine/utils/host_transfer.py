@@ -3,11 +3,17 @@
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    Integers: TypeAlias = "array[int]"
+else:
+    Integers = array  # cannot be subscripted at run time
 
 
 def as_longs(numbers: Sequence[int]) -> "array[int]":

@@ -80,9 +80,9 @@ class TextCache:
             prompt = self._indexer.index_of(tenant, text_with_context((), prompt_ids))
             output = self._matcher.new_tree()
             output.begin(prompt_ids[-MAX_CONTEXT:])
-        indexes = (prediction, prompt)
-        own = self._matcher.texts_of(*(None if index is None else index.tree for index in indexes), output)
-        return _TrackedRequest(request, history, own, indexes, len(prompt_ids))
+        trees = (None if index is None else index.tree for index in (prediction, prompt))
+        own = self._matcher.texts_of(next(trees), next(trees), output)
+        return _TrackedRequest(request, history, own, (prediction, prompt), len(prompt_ids))
 
     def end(self, request_id: str) -> None:
         """Stop tracking a request and store its output for its tenant."""

@@ -80,11 +80,14 @@ class ProbAcceptance:
         return min(rank, self._NUM_RANKS - 1), int(np.searchsorted(self._EDGES, prob))
 
 
+Numbers = Sequence[float] | NDArray[np.float32] | NDArray[np.float64]
+
+
 class _Observation(NamedTuple):
     """A node's best tokens, best first, and the index of the token that the target `selected`."""
 
-    probs: Sequence[float]
-    noise: Sequence[float]
+    probs: Numbers
+    noise: Numbers
     temperature: float
     selected: int
 
@@ -136,7 +139,7 @@ class AgreementWeights:
         weights_S = np.exp(scores_S - scores_S.max())
         return np.asarray(weights_S / weights_S.sum())
 
-    def observe(self, probs: Sequence[float], noise: Sequence[float], temperature: float, index: int | None) -> None:
+    def observe(self, probs: Numbers, noise: Numbers, temperature: float, index: int | None) -> None:
         """Learn that the target selected the token of this index, or (None) a token that is not among the best.
 
         The last of the best tokens represents all others, so that misses count against the first tokens.
@@ -148,9 +151,10 @@ class AgreementWeights:
 
     def _fit(self) -> None:
         batch, self._observations = self._observations, []
-        most = max(len(one.probs) for one in batch)
-        probs_NS = np.array([_padded(one.probs, most, 0.0) for one in batch])
-        noise_NS = np.array([_padded(one.noise, most, 0.0) for one in batch])
+        probs_NS, noise_NS = np.zeros((2, len(batch), max(len(one.probs) for one in batch)))
+        for probs_S, noise_S, one in zip(probs_NS, noise_NS, batch, strict=True):
+            probs_S[: len(one.probs)] = one.probs
+            noise_S[: len(one.noise)] = one.noise
         units_N1 = np.array([[one.temperature] for one in batch])
         features_WNS = np.stack((np.log(np.maximum(probs_NS, MIN_PROB)), noise_NS)) * units_N1
         weights_W = np.array([self.log_prob_weight, self.noise_weight])
@@ -169,10 +173,6 @@ class AgreementWeights:
         self.log_prob_weight = min(max(log_prob, self._LOG_PROB_BOUNDS[0]), self._LOG_PROB_BOUNDS[1])
         lowest, highest = (self.log_prob_weight / bound for bound in reversed(self._SHARPNESS_BOUNDS))
         self.noise_weight = min(max(noise, lowest), highest)
-
-
-def _padded(numbers: Sequence[float], length: int, filler: float) -> list[float]:
-    return [*numbers, *(filler,) * (length - len(numbers))]
 
 
 MIN_PROB = 1e-40  # keeps the logarithm finite where a probability was rounded to zero

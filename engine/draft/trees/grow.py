@@ -39,6 +39,7 @@ from engine.draft.trees.native_growth import HasNativeGrower
 from engine.draft.trees.sampling import RANKED_KINDS, ChildCandidates, candidates_of
 from engine.draft.trees.strategies import Delayed, Static, Strategy
 from engine.draft.trees.topology import best_topology
+from engine.native.growth import Offered
 from engine.native.library import NUM_SCORES
 from engine.sampling.distributions import ranking_temperature
 from engine.sampling.logits_processors import edited_logits
@@ -415,24 +416,25 @@ def learn(
 
 
 def _learn_by_prob(
-    calibration: RuleCalibration, tree: TokenTree, candidates: Mapping[int, ChildCandidates], verdict: Verdict
+    calibration: RuleCalibration, tree: TokenTree, candidates: Mapping[int, ChildCandidates | Offered], verdict: Verdict
 ) -> None:
     for node, following in zip(verdict.path, [*verdict.path[1:], None], strict=True):
         for rank, child in enumerate(tree.children[node]):
-            calibration.by_prob.observe(rank, conditional_probs(candidates[node])[rank], child == following)
+            of_node = candidates[node]
+            assert isinstance(of_node, ChildCandidates)  # the library grows no tree that is calibrated by probability
+            calibration.by_prob.observe(rank, conditional_probs(of_node)[rank], child == following)
             if child == following:
                 break
 
 
 def _learn_agreement(
-    calibration: RuleCalibration, row: Row, tree: TokenTree, candidates: Mapping[int, ChildCandidates], verdict: Verdict
+    calibration: RuleCalibration, row: Row, tree: TokenTree, candidates: Mapping[int, ChildCandidates | Offered], verdict: Verdict
 ) -> None:
     following = [*(tree.token_ids[node] for node in verdict.path[1:]), verdict.extra_id]
     temperature = ranking_temperature(row.sampling)
     for node, token_id in zip(verdict.path, following, strict=True):
         if (of_node := candidates.get(node)) is not None:
-            index = of_node.token_ids.index(token_id) if token_id in of_node.token_ids else None
-            calibration.agreement.observe(of_node.probs, of_node.noise, temperature, index)
+            calibration.agreement.observe(of_node.probs, of_node.noise, temperature, of_node.index_of(token_id))
 
 
 def _learn_reliability(calibration: RuleCalibration, tree: TokenTree, values: NodeValues | None, verdict: Verdict) -> None:

@@ -19,6 +19,7 @@ from engine.core.tree import TokenTree
 from engine.draft.drafter import ModelPasses
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.sampling import ChildCandidates
+from engine.native.growth import Offered
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.device_clock import DeviceClock
 from engine.verify.forest import Forest
@@ -54,7 +55,7 @@ class Growth:
 
     forest: Forest
     fed: tuple[frozenset[int], ...]
-    candidates: tuple[Mapping[int, ChildCandidates], ...]
+    candidates: tuple[Mapping[int, ChildCandidates | Offered], ...]
     sources: tuple[tuple[DraftSource, ...], ...]
     draft_probs: tuple[tuple[float, ...], ...]
     rounds: tuple[int, ...]

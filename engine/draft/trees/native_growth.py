@@ -19,7 +19,7 @@ from engine.draft.trees.best_first import PRIOR_CONTINUED, PRIOR_EXPANDED
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
 from engine.draft.trees.grower import NO_CANDIDATES, Growth, NodeValues, no_distributions
 from engine.draft.trees.sampling import RANKED_KINDS, ChildCandidates
-from engine.native.growth import IS_PREDICTED, IS_RATHER_CACHED, GrownTree, GrownTrees, Offers, RankedRow
+from engine.native.growth import IS_PREDICTED, IS_RATHER_CACHED, GrownTree, GrownTrees, Offered, Offers, RankedRow
 from engine.native.texts import TextsHandle
 from engine.sampling.distributions import is_typical, ranking_params, ranking_temperature, truncation
 from engine.structured_output.masks import GrammarMasks
@@ -64,10 +64,11 @@ class NativeTreeGrower:
             for row in rows
             if row.is_decoding
         ]
-        trees_of_rows, *columns = zip(*of_rows, strict=True)
+        trees_of_rows, fed_nodes, candidates, sources, draft_probs, rounds, values = zip(*of_rows, strict=True)
         no_probs = no_distributions(self.vocab.size, self.vocab.ids_M.device)
         forest = Forest(trees_of_rows, no_probs, tuple([(None,) * tree.num_nodes for tree in trees_of_rows]))
-        return Growth(forest, *columns, num_rounds=len(fed), passes=sum(passes, start=ModelPasses()))
+        all_passes = sum(passes, start=ModelPasses())
+        return Growth(forest, fed_nodes, candidates, sources, draft_probs, rounds, values, len(fed), all_passes)
 
 
 @runtime_checkable
@@ -90,7 +91,7 @@ class _RowGrowth(NamedTuple):
 
     tree: TokenTree
     fed: frozenset[int] = frozenset()
-    candidates: Mapping[int, ChildCandidates] = NO_CANDIDATES
+    candidates: Mapping[int, ChildCandidates | Offered] = NO_CANDIDATES
     sources: tuple[DraftSource, ...] = ()
     draft_probs: tuple[float, ...] = ()
     num_rounds: int = 0
@@ -113,25 +114,24 @@ def _row_growth(row: Row, grown: GrownTree, proposals: Offers) -> _RowGrowth:
     return _RowGrowth(tree, fed, candidates, sources, draft_probs, grown.num_rounds, values)
 
 
-def _draft_probs(tree: TokenTree, candidates: Mapping[int, ChildCandidates]) -> tuple[float, ...]:
+def _draft_probs(tree: TokenTree, candidates: Mapping[int, Offered]) -> tuple[float, ...]:
     """Return each node's draft probability, without the root."""
-    by_parent = {node: dict(zip(one.token_ids, one.probs, strict=True)) for node, one in candidates.items()}
+    by_parent = {node: dict(zip(one.token_ids.tolist(), one.probs.tolist(), strict=True)) for node, one in candidates.items()}
     nodes = zip(tree.parents[1:], tree.token_ids[1:], strict=True)
     return tuple(by_parent.get(parent, {}).get(token_id, math.nan) for parent, token_id in nodes)
 
 
-class _LazyCandidates(Mapping[int, ChildCandidates]):
-    """The candidate children of a tree's nodes. They are built when they are read: most are not."""
+class _LazyCandidates(Mapping[int, Offered]):
+    """The candidate children of a tree's nodes. They are read from the library's arrays on access: most are not."""
 
     def __init__(self, proposals: Offers, indices: Sequence[int]) -> None:
         self._proposals, self._indices = proposals, indices
 
-    def __getitem__(self, node: int) -> ChildCandidates:
+    def __getitem__(self, node: int) -> Offered:
         """Return a node's candidates."""
         if self._indices[node] < 0:
             raise KeyError(node)
-        best = self._proposals.at(self._indices[node])
-        return ChildCandidates(best.token_ids, best.odds, best.noise)
+        return self._proposals.at(self._indices[node])
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the nodes that have candidates."""

@@ -39,6 +39,10 @@ class ChildCandidates:
     noise: tuple[float, ...] = ()
     collision: float = 0.0
 
+    def index_of(self, token_id: int) -> int | None:
+        """Return the place of a token, None if it is not a candidate."""
+        return self.token_ids.index(token_id) if token_id in self.token_ids else None
+
     def first(self, count: int) -> "ChildCandidates":
         """Return the best `count` of ranked candidates."""
         if count >= len(self.token_ids):

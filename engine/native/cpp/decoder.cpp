@@ -175,9 +175,9 @@ void latebranch_mix(const float* model, int64_t num_known, const int64_t* rows, 
 // given the parent. For each place of an offer: `tokens` [most, kScores + 1], the last their number, `odds` and `noise`
 // [most, kScores]. `fed` has the counts of each round; return their number.
 int64_t latebranch_grow(const Decoder* head, const int64_t* vocabulary, const RankedRow* rows, int64_t num_rows,
-                        const FedRow* fed_rows, int64_t num_fed_rows, int64_t before_all, const Pass* pass, int64_t most,
-                        int64_t* counts, int64_t* rounds, int64_t* nodes, double* chances, int64_t* tokens, float* odds,
-                        double* noise, Fed* fed, int num_threads) {
+                        const FedRow* fed_rows, int64_t num_fed_rows, int64_t before_all, const Pass* pass,
+                        int64_t most, int64_t* counts, int64_t* rounds, int64_t* nodes, double* chances,
+                        int64_t* tokens, float* odds, double* noise, Fed* fed, int num_threads) {
   const Growing growing(*head, vocabulary, rows, num_rows, fed_rows, num_fed_rows, before_all, *pass, num_threads);
   int64_t first = 0;
   for (const RankedTree& tree : growing.trees()) {

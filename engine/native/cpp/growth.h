@@ -1,8 +1,8 @@
 // Trees of ranked rows, grown round by round by a draft head and cached text.
 //
-// A round handles the frontier: some nodes of every tree. Cached text may predict the tokens after these nodes. The head
-// runs on the nodes that it can be fed. The distributions of the head, of cached text, or their mixtures are ranked, and
-// the ranked tokens decide the next frontier.
+// A round handles the frontier: some nodes of every tree. Cached text may predict the tokens after these nodes. The
+// head runs on the nodes that it can be fed. The distributions of the head, of cached text, or their mixtures are
+// ranked, and the ranked tokens decide the next frontier.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -65,8 +65,8 @@ class Growing {
   const std::vector<double>& offered_noise() const { return offered_noise_; }
 
  private:
-  // Rank tokens after the frontier's nodes; return the counts fed. The first round feeds committed tokens, among them the
-  // trees' roots.
+  // Rank tokens after the frontier's nodes; return the counts fed. The first round feeds committed tokens, among them
+  // the trees' roots.
   Fed round(Pass pass, int num_threads) {
     const bool is_first = offered_tokens_.empty();
     Predictions predicted = predictions();
@@ -352,8 +352,8 @@ class Growing {
   const std::vector<FedRow> fed_rows_;
   const int64_t before_all_;
   std::vector<FrontierEntry> frontier_;
-  std::vector<Fed> fed_;         // by round
-  std::vector<int64_t> rounds_;  // of each tree
+  std::vector<Fed> fed_;                 // by round
+  std::vector<int64_t> rounds_;          // of each tree
   std::vector<int64_t> offered_tokens_;  // [offers, kScores + 1], the last: how many
   std::vector<float> offered_odds_;      // [offers, kScores]
   std::vector<double> offered_noise_;    // [offers, kScores]

@@ -15,8 +15,9 @@ constexpr int64_t kScores = 64;  // best scores of a node that are compared: the
 constexpr int64_t kShares = 9;   // corrections of probabilities, by the intervals between these edges
 constexpr double kShareEdges[kShares - 1] = {0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985};
 
-constexpr int64_t kIsRatherCached = 1, kIsPredicted = 2;  // origins of tokens: most of its probability is cached text's,
-                                                          // or the client predicted it
+constexpr int64_t kIsRatherCached = 1,
+                  kIsPredicted = 2;  // origins of tokens: most of its probability is cached text's,
+                                     // or the client predicted it
 
 struct RankedRow {
   int64_t root_position;
@@ -104,10 +105,11 @@ class RankedTree {
   }
 
   // Write the root and the kept nodes: first fed nodes, as they were fed, then the others, best first. A node keeps its
-  // slot if its number did not change. `by_age` are the nodes' numbers in the order of offers. `origins` are those of their tokens. `chances` are acceptance
-  // probabilities (the root's is 1). Those `given_parent` are conditional on the parent, and uncorrected.
-  int64_t finish(int64_t* parents, int64_t* tokens, int64_t* offers, int64_t* keeps_slot, int64_t* by_age, int64_t* origins,
-                 double* chances, double* given_parent) const {
+  // slot if its number did not change. `by_age` are the nodes' numbers in the order of offers, `origins` the origins of
+  // their tokens. `chances` are acceptance probabilities (the root's is 1). Those `given_parent` are conditional on the
+  // parent, and uncorrected.
+  int64_t finish(int64_t* parents, int64_t* tokens, int64_t* offers, int64_t* keeps_slot, int64_t* by_age,
+                 int64_t* origins, double* chances, double* given_parent) const {
     std::vector<size_t> order = kept();
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
       const int64_t node = candidates_[a].node, other = candidates_[b].node;
@@ -145,7 +147,7 @@ class RankedTree {
     double value, chance;          // acceptance probability; the same given its parent, uncorrected
     int64_t parent, token, depth;  // the parent's place, -1: the root
     int64_t origin;
-    int64_t node = -1;             // its number, once it is a node
+    int64_t node = -1;  // its number, once it is a node
   };
 
   // Places of the best candidates above their acceptance thresholds, best first. A parent is always older than its

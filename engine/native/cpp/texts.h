@@ -29,11 +29,25 @@ struct Match {
   }
 };
 
-inline void count_token(std::vector<Follower>& followers, int64_t token, int64_t times) {
+inline void count_token(std::vector<Follower>& followers, int64_t token) {
   for (Follower& one : followers)
     if (one.token == token)
-      return void(one.count += times);
-  followers.push_back({token, times});
+      return void(one.count++);
+  followers.push_back({token, 1});
+}
+
+// Add the counts of other followers. In linear time: a text can have thousands of followers of one context.
+inline void add_counts(std::vector<Follower>& followers, const std::vector<Follower>& others) {
+  std::unordered_map<int64_t, size_t> places;
+  for (const Follower& one : followers)
+    places.emplace(one.token, places.size());
+  for (const Follower& one : others) {
+    const auto [place, is_new] = places.try_emplace(one.token, followers.size());
+    if (is_new)
+      followers.push_back(one);
+    else
+      followers[place->second].count += one.count;
+  }
 }
 
 // The last tokens of a text, the latest first.
@@ -75,7 +89,7 @@ class ContextTree {
       if (child < 0 || nodes_[child].depth > depth + 1)
         place->second = child = node_on_edge(child, older, depth + 1, deepest);
       node = child;
-      count_token(nodes_[node].followers, token, 1);
+      count_token(nodes_[node].followers, token);
     }
     text_.push_back(token);
   }
@@ -96,7 +110,8 @@ class ContextTree {
       }
       node = place->second;
       const int64_t most = nodes_[node].depth;
-      if (depth < most && (depth = common_length(older, nodes_[node].position, depth, std::min(ending.size(), most))) < most)
+      if (depth < most &&
+          (depth = common_length(older, nodes_[node].position, depth, std::min(ending.size(), most))) < most)
         break;
     }
     return !depth || depth < least ? Match() : Match{depth, nodes_[node].followers};
@@ -124,7 +139,8 @@ class ContextTree {
   template <typename Older>
   int64_t node_on_edge(int64_t child, Older older, int64_t known, int64_t deepest) {
     const int64_t position = child < 0 ? ~child : nodes_[child].position;
-    const int64_t depth = common_length(older, position, known, child < 0 ? deepest : std::min(deepest, nodes_[child].depth));
+    const int64_t depth =
+        common_length(older, position, known, child < 0 ? deepest : std::min(deepest, nodes_[child].depth));
     if (child >= 0 && depth == nodes_[child].depth)
       return child;
     const int64_t next = text_[position - 1 - depth], node = nodes_.size();
@@ -150,8 +166,8 @@ constexpr int64_t kLengths = 10, kTopShares = 5;  // classes of matches
 constexpr int64_t kLengthBounds[kLengths - 1] = {2, 3, 4, 5, 7, 9, 13, 17, 25};
 constexpr double kTopShareBounds[kTopShares - 1] = {0.4, 0.6, 0.7, 0.85};
 
-// How often matches agreed with the tokens that followed: `rates` [kSources, kLengths, kTopShares, 2] has decaying sums of
-// agreement and of observations, 0 before the first.
+// How often matches agreed with the tokens that followed: `rates` [kSources, kLengths, kTopShares, 2] has decaying sums
+// of agreement and of observations, 0 before the first.
 class Agreement {
  public:
   explicit Agreement(double* rates) : rates_(rates) {}
@@ -184,7 +200,8 @@ class Agreement {
     for (const Follower& one : match.followers)
       top = std::max(top, one.count);
     const double total = match.total();
-    const int64_t by_length = std::upper_bound(kLengthBounds, kLengthBounds + kLengths - 1, match.length) - kLengthBounds;
+    const int64_t by_length =
+        std::upper_bound(kLengthBounds, kLengthBounds + kLengths - 1, match.length) - kLengthBounds;
     const int64_t by_share =
         std::upper_bound(kTopShareBounds, kTopShareBounds + kTopShares - 1, top / (1 + total)) - kTopShareBounds;
     double* place = rates_ + 2 * ((source * kLengths + by_length) * kTopShares + by_share);
@@ -224,13 +241,14 @@ struct SourceMatch {
 
 inline std::vector<SourceMatch> matches_of(const RequestTexts& texts, const Ending& ending) {
   std::vector<SourceMatch> found;
-  const auto matched = [&](const ContextTree* tree, int64_t least) { return tree ? tree->match(ending, least) : Match(); };
+  const auto matched = [&](const ContextTree* tree, int64_t least) {
+    return tree ? tree->match(ending, least) : Match();
+  };
   if (Match match = matched(texts.prediction, 1))
     found.push_back({kPrediction, std::move(match)});
   Match prompt = matched(texts.prompt, texts.least), own = matched(texts.output, texts.least);
   if (prompt && prompt.length == own.length) {  // prompt and output are one text
-    for (const Follower& one : own.followers)
-      count_token(prompt.followers, one.token, one.count);
+    add_counts(prompt.followers, own.followers);
     own = std::move(prompt);
   } else if (prompt.length > own.length) {
     own = std::move(prompt);
@@ -255,14 +273,16 @@ inline Continuation continuation(const RequestTexts& texts, const Ending& ending
     total += weights.back();
     sum += chances.back() * weights.back();
   }
+  std::unordered_map<int64_t, size_t> places;  // of tokens, if there are several sources
   for (size_t i = 0; i < found.size(); i++) {
     const double share = weights[i] / total / found[i].match.total();
     for (const Follower& one : found[i].match.followers) {
-      auto place = std::find_if(mixed.tokens.begin(), mixed.tokens.end(), [&](const auto& t) { return t.id == one.token; });
-      if (place == mixed.tokens.end())
-        place = mixed.tokens.insert(place, {one.token, 0.0, false});
-      place->prob += share * one.count;
-      place->is_predicted |= found[i].source == kPrediction;
+      const size_t next = mixed.tokens.size(),
+                   place = found.size() > 1 ? places.try_emplace(one.token, next).first->second : next;
+      if (place == next)
+        mixed.tokens.push_back({one.token, 0.0, false});
+      mixed.tokens[place].prob += share * one.count;
+      mixed.tokens[place].is_predicted |= found[i].source == kPrediction;
     }
   }
   if (total > 0.0)

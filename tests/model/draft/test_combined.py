@@ -16,8 +16,9 @@ from engine.draft import text_and_model as combined
 from engine.draft.drafter import Drafter, FrontierNode, Proposal
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.text import text_cache as texts_module
+from engine.draft.text.matching import SURE_CONFIDENCE, CachedDistribution
 from engine.draft.text.recent_texts import RecentLimits
-from engine.draft.text.text_cache import SURE_CONFIDENCE, CachedDistribution, TextCache
+from engine.draft.text.text_cache import TextCache
 from engine.draft.text.text_drafter import TextDrafter
 from engine.draft.text_and_model import CombinedDrafter
 from engine.draft.trees import sampling as children

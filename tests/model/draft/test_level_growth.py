@@ -25,6 +25,7 @@ from engine.draft.trees.device_growth import LevelGrowth
 from engine.draft.trees.device_rounds import LevelRounds
 from engine.draft.trees.grow import LevelGrower, RoundGrower, growers_of
 from engine.draft.trees.grower import Growth, UnreadGrowth
+from engine.draft.trees.sampling import ChildCandidates
 from engine.native import noise
 from engine.utils.host_transfer import arrays_of
 from tests.model.draft.test_checkpoint_drafters import REQUESTS, checkpoint_engine
@@ -91,7 +92,7 @@ def shape_of(grown: Growth) -> list[object]:
 
 def numbers_of(grown: Growth) -> list[float]:
     """Return the probabilities, noise and values of a growth."""
-    offers = [one for of_tree in grown.candidates for one in of_tree.values()]
+    offers = [one for of_tree in grown.candidates for one in of_tree.values() if isinstance(one, ChildCandidates)]
     values = [value for one in grown.node_values if one is not None for part in (one.chances, one.given_parent) for value in part]
     probs = [prob for of_tree in grown.draft_probs for prob in of_tree]
     return [*(number for one in offers for number in (*one.probs, *one.noise, one.collision)), *values, *probs]

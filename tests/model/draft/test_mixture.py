@@ -8,8 +8,8 @@ import torch
 from engine.core.enums import DraftSource, Origin
 from engine.draft.drafter import TrimmedVocabulary
 from engine.draft.text import mixture
+from engine.draft.text.matching import CachedDistribution
 from engine.draft.text.mixture import extended_vocabulary, mixtures
-from engine.draft.text.text_cache import CachedDistribution
 from engine.native import mixture as native
 from tests.model.native_models import needs_library
 from tests.model.passes import CPU

@@ -28,6 +28,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import adopt
 from engine.model.linear_backends import NATIVE
 from engine.native import library
+from engine.native.growth import Offered
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import learnt_head, random_head
@@ -130,11 +131,11 @@ def are_same(one: Growth, other: Growth) -> bool:
     )
 
 
-def are_same_candidates(one: ChildCandidates, other: ChildCandidates) -> bool:
+def are_same_candidates(one: ChildCandidates | Offered, other: ChildCandidates | Offered) -> bool:
     noise = [*other.noise] or [0.0] * len(other.probs)  # a greedy row's
     return (
-        one.token_ids == other.token_ids
-        and one.probs == pytest.approx(other.probs, rel=1e-4)
+        [*one.token_ids] == [*other.token_ids]
+        and [*one.probs] == pytest.approx([*other.probs], rel=1e-4)
         and [*one.noise] == pytest.approx(noise)
     )
 
@@ -205,58 +206,58 @@ def test_drafting_changes_no_token(config, with_texts):
 
 
 def without_noise(row):
-    return replace(row, has_noise=False)
+    return row._replace(has_noise=False)
 
 
 def at_no_cost(row):
-    return replace(row, least_chances=[0.0] * row.max_nodes, level_cost=0.0)
+    return row._replace(least_chances=[0.0] * row.max_nodes, level_cost=0.0)
 
 
 def of_another_prior(row):
-    return replace(row, continued=30.0)
+    return row._replace(continued=30.0)
 
 
 def of_another_scale(row):
-    return replace(row, scale=3.0 * row.scale)
+    return row._replace(scale=3.0 * row.scale)
 
 
 def of_another_sharpness(row):
-    return replace(row, sharpness=3.0 * row.sharpness)
+    return row._replace(sharpness=3.0 * row.sharpness)
 
 
 def of_another_temperature(row):
-    return replace(row, temperature=3.0 * row.temperature)
+    return row._replace(temperature=3.0 * row.temperature)
 
 
 def without_top_k(row):
-    return replace(row, truncation=row.truncation._replace(top_k=0))
+    return row._replace(truncation=row.truncation._replace(top_k=0))
 
 
 def without_top_p(row):
-    return replace(row, truncation=row.truncation._replace(top_p=1.0))
+    return row._replace(truncation=row.truncation._replace(top_p=1.0))
 
 
 def without_min_p(row):
-    return replace(row, truncation=row.truncation._replace(min_p=0.0))
+    return row._replace(truncation=row.truncation._replace(min_p=0.0))
 
 
 def of_no_shares(row):
-    return replace(row, shares=[[1.0] * 9] * 2)
+    return row._replace(shares=[[1.0] * 9] * 2)
 
 
 def of_the_other_s_shares(row):
-    return replace(row, shares=row.shares[::-1])
+    return row._replace(shares=row.shares[::-1])
 
 
 native_row = native_growth._native_row
 
 
 def of_no_least_chance(row):
-    return replace(row, least_chances=[0.0 if least == 0.1 else least for least in row.least_chances])
+    return row._replace(least_chances=[0.0 if least == 0.1 else least for least in row.least_chances])
 
 
 def of_the_first_node_s_cost(row):
-    return replace(row, least_chances=row.least_chances[:1] * row.max_nodes)
+    return row._replace(least_chances=row.least_chances[:1] * row.max_nodes)
 
 
 MUTANTS = [
@@ -295,11 +296,12 @@ TEXT_MUTANTS: dict[str, Callable[[library.RequestTextsStructure], dict[str, Any]
 def test_trees_of_other_texts_are_noticed(monkeypatch, mutant):
     def of_other_texts(*args):
         row = native_row(*args)
+        assert row.texts is not None
         other = copy(row.texts)
         other.structure = library.RequestTextsStructure.from_buffer_copy(row.texts.structure)
         for name, value in mutant(other.structure).items():
             setattr(other.structure, name, value)
-        return replace(row, texts=other)
+        return row._replace(texts=other)
 
     monkeypatch.setattr(native_growth, "_native_row", of_other_texts)
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))

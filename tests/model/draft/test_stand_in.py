@@ -10,6 +10,7 @@ from torch import eye
 from engine.build import BadConfiguration, build_engine
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.tree import Expansion
+from engine.draft.text.matching import NativeMatcher
 from engine.draft.text_and_model import CombinedDrafter
 from engine.testing import tiny_module
 from selector.build import adaptive_policy
@@ -68,7 +69,8 @@ def test_measurement_excludes_cached_text_and_teaches_nothing(tmp_path: Path, mo
     steps = measured[0].run_steps(1, 16, [Expansion(4, 1, 0)] * 3)
     assert [step.work.num_passes for step in steps] == [4, 4, 4], "the prompts repeat a token, so that cached text would be sure"
     assert isinstance(engine.drafter, CombinedDrafter)
-    assert not engine.drafter.texts._agreement._rates
+    assert isinstance(engine.drafter.texts._matcher, NativeMatcher)
+    assert not any(engine.drafter.texts._matcher.rates)
     build_engine(config, adaptive_policy)
     counts = [len(measured)]
     random_head(2).save(tmp_path / "head", {})

@@ -1,5 +1,6 @@
 """Cached text in the library equals that of engine.draft.text.matching in Python, whatever is begun, added, learned and read."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from engine.draft.text.matching import CachedDistribution, NativeMatcher, Python
 from engine.draft.text.recent_texts import RecentLimits
 from engine.draft.text.suffix_counts import MAX_CONTEXT
 from engine.draft.text.text_cache import TextCache
-from engine.native.texts import TextsHandle
+from engine.native.texts import NativeTree, TextsHandle
 from tests.model.native_models import needs_library
 from tests.unit.draft.test_texts import row_of
 
@@ -74,12 +75,23 @@ SOURCES: dict[str, Any] = {
 NEW, READ = [[0, 1], [2, 0, 1, 1], [0, 2, 0, 1]], [[], [0], [2, 0], [0, 1]]
 
 
+def test_long_matches_reach_the_same_bounds():
+    """Contexts beyond MAX_CONTEXT, and a confidence that no further agreement raises."""
+    text = [*range(40), 99, *range(1, 40), 98]
+    sources: dict[str, Any] = SOURCES | {"output": [(text, text * 3)], "prompt": [([], [*text, *text])]}
+    new = [text * 4, [7], [*text[5:], 1, 2, 3]]
+    check(sources, new, [[], text[:39], text[39:], text[:5]], 1)
+
+
 def of_doubled_decay(agreement, source, match, token_id):
     _observe(agreement, source, match, token_id)
     _observe(agreement, source, match, token_id)
 
 
 _observe = Agreement.observe
+_texts_of: Any = NativeMatcher.texts_of
+_set_tokens: Any = TextsHandle.set_tokens
+_set_recent: Any = vars(TextsHandle)["recent"].fset
 
 
 @pytest.mark.parametrize(
@@ -102,8 +114,6 @@ def test_comparison_notices_another_matcher(monkeypatch, where, name, mutant):
     with pytest.raises(AssertionError):
         check(SOURCES, NEW, READ, 2)
 
-
-_texts_of, _set_tokens, _set_recent = NativeMatcher.texts_of, TextsHandle.set_tokens, TextsHandle.recent.fset
 
 steps = st.lists(
     st.one_of(
@@ -146,6 +156,17 @@ def run(matcher: type[NativeMatcher] | type[PythonMatcher], several: Any) -> lis
 @given(steps)
 def test_caches_of_both_matchers_are_equal(several):
     assert run(NativeMatcher, several) == run(PythonMatcher, several)
+
+
+def test_thousands_of_followers_take_linear_time():
+    """The bug to prevent: a lookup compared each follower with all others, so a prompt could stop the engine for seconds."""
+    tree, other = (tree_of(NativeTree, [([], [one for follower in range(2, 20_002) for one in (0, 1, follower)])]) for _ in "ab")
+    several = NativeMatcher(2).texts_of(tree, other, other)
+    start = time.process_time()
+    found = several.distribution([0, 1])
+    assert time.process_time() - start < 0.2
+    assert found is not None
+    assert len(found.probs) == 20_000
 
 
 def test_continuation_longer_than_the_buffer_is_whole():

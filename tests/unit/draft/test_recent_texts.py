@@ -22,12 +22,16 @@ def remembering(limits: RecentLimits, outputs: Sequence[tuple[str, Sequence[int]
     return recent
 
 
+def trees_of(recent: RecentTexts, tenant: str) -> list[ContextTree]:
+    return [tree for tree in recent.trees_of(tenant) if isinstance(tree, ContextTree)]
+
+
 def num_stored(tree: ContextTree) -> int:
     return sum(token_id >= 0 for token_id in tree._text)
 
 
 def stored(recent: RecentTexts, tenant: str) -> int:
-    return sum(num_stored(tree) for tree in recent.trees_of(tenant))
+    return sum(num_stored(tree) for tree in trees_of(recent, tenant))
 
 
 names = st.sampled_from(["a/1", "a/2", "a/3", "b/1", "c/1", ""])
@@ -94,13 +98,13 @@ def test_repeated_output_outlives_single_outputs():
     often, once = [1, 2, 3, 4, 5], [[10 * number + i for i in range(5)] for number in range(10, 40)]
     outputs = [("a", output) for one in once for output in (often, one)]
     recent = remembering(RecentLimits(50), outputs)
-    assert any(tree.match(often[:-1]) for tree in recent.trees_of("a"))
-    assert not any(tree.match(once[0][:-1]) for tree in recent.trees_of("a"))
+    assert any(tree.match(often[:-1]) for tree in trees_of(recent, "a"))
+    assert not any(tree.match(once[0][:-1]) for tree in trees_of(recent, "a"))
 
 
 def test_end_of_long_output_is_kept():
     recent = remembering(RecentLimits(20), [("a", range(50))], range(100, 110))
-    (tree, _) = recent.trees_of("a")
+    (tree, _) = trees_of(recent, "a")
     assert num_stored(tree) == recent.num_tokens == 10
     assert tree.match([48]) is not None
     assert tree.match([39]) is None
