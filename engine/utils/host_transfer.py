@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch

@@ -1,10 +1,14 @@
 // int8 layers by AVX-512 VNNI. An input is split into two bytes, q = 128 hi + lo, and both are multiplied with the
 // weights exactly, in 32-bit integers: few rows by vpdpbusd, more rows by the tiles of AMX if the processor has them.
 #pragma once
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
 #include <vector>
 
 #include "numbers.h"
-#include "tiles.h"
 
 namespace latebranch {
 
@@ -14,6 +18,29 @@ constexpr int kFewestTiled = 4;  // rows below which vectors are as fast
 constexpr bool kMayTile = true;
 constexpr int kPartRows = 4 * kVectorRows;  // at most
 static_assert(kPartRows >= 2 * kTileTokens);
+
+// Request the tiles' state from Linux, once.
+inline bool has_tiles() {
+  static const bool has = [] {
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    uint32_t a, b, c, d;
+    asm volatile("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
+    const bool is_there = (d >> 24 & 1) && (d >> 25 & 1);  // AMX-TILE, AMX-INT8
+    return is_there && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return has;
+}
+
+// Eight tiles of 16 rows of 64 bytes. A thread configures and releases them around each use, because other libraries in
+// the process configure other shapes.
+inline void begin_tiles() {
+  alignas(64) static const struct Shape {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } shape;
+  _tile_loadconfig(&shape);
+}
 
 // Vectors of columns in a pass over a block, by its rows: as many as keep every sum in a register.
 constexpr int float32_columns(int) { return 4; }

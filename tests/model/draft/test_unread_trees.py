@@ -26,6 +26,7 @@ from engine.draft.trees.grow import DeviceGrower, LevelGrower, ModelAloneGrower,
 from engine.draft.trees.grower import Growth, UnreadGrowth
 from engine.engine import Engine
 from engine.model import passes, target
+from engine.model.passes import RecordedPasses
 from engine.native import distributions, noise
 from engine.sampling import choice_reference, device_choice
 from engine.utils.device_clock import DeviceClock
@@ -265,7 +266,9 @@ def test_other_steps_read_trees_first(why, tmp_path, monkeypatch):
 def test_tables_by_row_read_trees_first(tmp_path):
     """Each node has its own keys there, which the host must know."""
     one = Watched.of("head", tmp_path, FixedExpansion(FOUR_NODES))
-    recordings = one.engine.target._passes.recordings  # type: ignore[attr-defined]
+    passes = one.engine.target._passes
+    assert isinstance(passes, RecordedPasses)
+    recordings = passes.recordings
     recordings._steps = replace(recordings._steps, shapes=PaddingShapes(64, is_by_row=True))
     texts = run(one.engine, CROWD).texts()
     assert not one.unread
