@@ -2,8 +2,8 @@
 
 A step has two parts, drafting and the rest. The seconds of each are a sum of non-negative coefficients times features. The
 target's pass over N packed tokens is a piecewise linear curve T(N): flat, then rising, as in a roofline. Rows, sampled nodes,
-keys and scores add to it. Drafting adds up rounds of growth, passes of the draft model, tokens fed to it and keys that its
-passes read.
+keys and scores add to it, and the call of the library, which steps of plain decoding in a row share. Drafting adds up rounds of
+growth, passes of the draft model, tokens fed to it and keys that its passes read.
 
 A Kalman filter learns relative errors x of the coefficients: coefficient = prior x (1 + x). A slower machine is slower in
 everything, so errors have a common part, which unseen coefficients follow. Outliers are clipped: a step during which another
@@ -21,7 +21,7 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.policy import StepWork
+from engine.core.policy import MOST_UNOBSERVED, StepWork
 
 Array = NDArray[np.float64]
 
@@ -29,14 +29,14 @@ KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of packed tokens betw
 KNOTS_F = np.array(KNOTS, dtype=np.float64)
 _WIDTHS = np.diff(KNOTS_F)
 _SEGMENTS = tuple(pairwise((*KNOTS, inf)))
-REST_COEFFICIENTS = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn", "key", "score")
+REST_COEFFICIENTS = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn", "key", "score", "call")
 DRAFT_COEFFICIENTS = ("round", "pass", "draft_token", "pass_key")
 _NAMES = (*REST_COEFFICIENTS, *DRAFT_COEFFICIENTS)
 NUM_REST, _NUM_DRAFT = len(REST_COEFFICIENTS), len(DRAFT_COEFFICIENTS)
 KEYS = 1000.0  # keys and scores are counted in thousands, so that all features have a similar size
 
 # Without a profile a token costs 2 % of a step, and a round with its pass 10 %. The first step sets the scale.
-GENERIC_REST = (1.0, *(0.02,) * len(KNOTS), 0.002, 0.002, 0.01, 0.01)
+GENERIC_REST = (1.0, *(0.02,) * len(KNOTS), 0.002, 0.002, 0.01, 0.01, 0.1)
 GENERIC_DRAFT = (0.01, 0.09, 0.005, 0.005)
 
 _COMMON_VARIANCE, _OWN_VARIANCE = 0.75, 0.2  # of relative errors before any step: of all coefficients together, of each alone
@@ -50,7 +50,7 @@ def rest_features(work: StepWork) -> list[float]:
     """Return the features of a step without its drafting, in the order of REST_COEFFICIENTS."""
     tokens = work.num_tokens
     of_tokens = [max(0.0, min(tokens, end) - begin) for begin, end in _SEGMENTS]
-    return [1.0, *of_tokens, work.num_rows, work.num_drawn, work.num_keys / KEYS, work.num_scores / KEYS]
+    return [1.0, *of_tokens, work.num_rows, work.num_drawn, work.num_keys / KEYS, work.num_scores / KEYS, work.num_calls]
 
 
 def draft_features(work: StepWork) -> list[float]:
@@ -59,7 +59,12 @@ def draft_features(work: StepWork) -> list[float]:
 
 
 class CostModel:
-    """Predicts a step's seconds and learns from measured steps. `coefficients` are seconds per unit, by name."""
+    """Predicts a step's seconds and learns from measured steps. `coefficients` are seconds per unit, by name.
+
+    Steps of plain decoding run in a row for `longest_run_s`, and singly if it is 0.
+    """
+
+    longest_run_s = 0.0
 
     def __init__(self, rest: Sequence[float] | None = None, draft: Sequence[float] | None = None) -> None:
         self._has_scale = rest is not None
@@ -86,6 +91,10 @@ class CostModel:
         """Return the predicted seconds of a step; its numbers may be expectations."""
         # Plain Python: a step has few features, and numpy's code is not in the processor's caches after a pass.
         return float(sum(map(mul, self.coefficients.values(), (*rest_features(work), *draft_features(work)))))
+
+    def saved_s(self, step_s: float) -> float:
+        """Return what plain decoding saves of a step of these seconds by running several in a row."""
+        return self.coefficients["call"] * (1.0 - 1.0 / max(1, min(MOST_UNOBSERVED, int(self.longest_run_s / step_s))))
 
     def pass_s(self, num_keys: float) -> float:
         """Return the predicted seconds of a pass of the draft model, without the tokens fed to it."""

@@ -27,7 +27,7 @@ from selector.cost import GENERIC_DRAFT, GENERIC_REST, KNOTS, Array, CostModel
 
 _logger = logging.getLogger(__name__)
 
-_VERSION = 4  # of the file and of the meaning of its coefficients
+_VERSION = 5  # of the file and of the meaning of its coefficients
 _BUDGET_S = 6.0
 _SHORT, _LONG = 64, 768  # tokens of context
 _FEWEST_SIZES = 4
@@ -43,6 +43,11 @@ class Bench(Protocol):
     @property
     def limits(self) -> SchedulerConfig:
         """The limits of a step."""
+        ...
+
+    @property
+    def longest_run_s(self) -> float:
+        """Seconds for which steps of plain decoding run in a row."""
         ...
 
     @property

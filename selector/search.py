@@ -78,6 +78,8 @@ class Search:
         self._base_s = costs.step_s(load.base) - tokens_s - load.base.num_rounds * self._round_s
         self._first_CB = self._alike((0,) * len(load.context))  # plain decoding comes first
         self._first_tokens_C, self._first_seconds_C = self._evaluate(self._first_CB)
+        if not load.base.num_rounds:
+            self._first_seconds_C[0] -= costs.saved_s(float(self._first_seconds_C[0]))
         self.plain = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, 0)
 
     def best(self) -> Step:

@@ -183,7 +183,7 @@ class StepWork(NamedTuple):
     `num_keys` are the cached tokens that the rows attend to, `num_scores` the pairs of a token and a key. `num_passes` counts
     passes of the draft model. `num_draft_tokens` are fed in all of these passes, roots included; a token whose logits are not
     needed counts less. Trees grow in `num_rounds`, one level of every tree in each. A round answered by cached text needs no
-    pass.
+    pass. `num_calls` is below 1 if several steps of plain decoding run in one call.
     """
 
     num_rows: int
@@ -194,6 +194,7 @@ class StepWork(NamedTuple):
     num_passes: float
     num_draft_tokens: float
     num_rounds: int
+    num_calls: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from engine.model.passes import NO_DRAWS
 from engine.model.target import Target
 from engine.native import library
 from engine.profiling.machine import machine_facts
+from engine.scheduler.run_pacing import LONGEST_RUN_S
 from engine.verify.dispatch import Judge, node_draws, pass_walks
 from engine.verify.forest import Forest
 
@@ -51,6 +52,11 @@ class StepTimer:
     def limits(self) -> SchedulerConfig:
         """Limits of a step; the longest sequence is that of the models."""
         return replace(self._config, max_model_len=self._info.max_model_len)
+
+    @property
+    def longest_run_s(self) -> float:
+        """Seconds for which steps of plain decoding run in a row; 0 if each is a call of its own."""
+        return LONGEST_RUN_S if self._target.runs_steps else 0.0
 
     @property
     def facts(self) -> dict[str, str]:

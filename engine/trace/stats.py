@@ -206,6 +206,7 @@ def _work_of(record: StepRecord) -> StepWork:
         num_passes=passes.num_passes,
         num_draft_tokens=passes.num_fed,
         num_rounds=record.num_draft_rounds,
+        num_calls=1.0 / record.num_steps,
     )
 
 

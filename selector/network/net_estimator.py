@@ -6,12 +6,15 @@ fails or returns a number that is not finite, counts are used.
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from engine.core.policy import DraftOutcome, RootFacts, RootSource, SequenceView
+from engine.weights.fingerprint import tensors_digest
 from selector.acceptance import Array, CountedAcceptance, Estimates
 from selector.menu import Menu, menu_with
 from selector.network.features import features_of, rule_of
@@ -22,6 +25,10 @@ _logger = logging.getLogger(__name__)
 _MOST_NAMED = 4  # trees in a message
 _DETERMINISTIC = ("greedy", "coupled")  # rules whose rows take noise-aware trees if the menu has some
 _MOST_READ = 8  # sequences in a choice, the oldest; each adds to the network's time
+
+
+class UnusableSelector(ValueError):
+    """The configured network cannot be read, or it was trained for other models or trees."""
 
 
 def mismatches(net: SelectorNet, menu: Menu, target_width: int, draft_width: int) -> list[str]:
@@ -100,3 +107,17 @@ class NetEstimator:
         if not self._has_failed:
             self._has_failed = True
             _logger.error("the selector's network failed (%s); counted acceptance is used instead", reason)
+
+
+def loaded_estimator(file: str, head: str | None, menu: Menu, roots: RootSource) -> NetEstimator:
+    """Return the estimator with the network of a file; raise UnusableSelector.
+
+    A file that names the head with which it was trained is for no other. Old files name none.
+    """
+    try:
+        net, recipe = SelectorNet.load(Path(file))
+        if (trained := recipe.get("head")) is not None and (head is None or tensors_digest(Path(head)) != trained):
+            raise ValueError(f"it was trained with another head ({trained}) than {Path(head or 'none').name}")
+        return NetEstimator(menu, net, roots)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UnusableSelector(f"the selector {Path(file).name} cannot be used: {error}") from error

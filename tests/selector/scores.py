@@ -33,7 +33,7 @@ def coefficients_of(machine: Machine, slower: float = 1.0) -> tuple[list[float],
 
     ends = (*KNOTS[1:], 1024)
     slopes = [slower * (target_s(end) - target_s(start)) / (end - start) for start, end in zip(KNOTS, ends, strict=True)]
-    rest = [target_s(1.0), *slopes, machine.row_s, 1e-7, 1e-7, max(1e-9, 1000 * machine.key_s)]
+    rest = [target_s(1.0), *slopes, machine.row_s, 1e-7, 1e-7, max(1e-9, 1000 * machine.key_s), 1e-7]
     factors = [1.0 + 0.08 * (place * 7 % 13 - 6) / 6 for place in range(len(rest))]
     draft = [1e-7, machine.pass_s, machine.draft_token_s, 1e-7]
     return [value * factor for value, factor in zip(rest, factors, strict=True)], [slower * value for value in draft]

@@ -158,6 +158,17 @@ def test_coefficients_are_found_again():
     assert sum(found[:3]) == pytest.approx(0.003, rel=0.1)
 
 
+def test_shared_calls_are_learnt():
+    """Steps of 10 ms, of which a call takes 2 ms: four in a row share it."""
+    costs = CostModel()
+    for _ in range(200):
+        for num_steps in (1, 4):
+            costs.observe(work(1)._replace(num_calls=1.0 / num_steps), 0.0, 0.008 + 0.002 / num_steps)
+    costs.longest_run_s = 0.04
+    assert costs.step_s(work(1)) == pytest.approx(0.010, rel=0.02)
+    assert costs.saved_s(0.010) == pytest.approx(0.0015, rel=0.2)
+
+
 @pytest.mark.parametrize("rest", [[1.0], [0.0] * cost.NUM_REST, [math.nan] * cost.NUM_REST])
 def test_invalid_coefficients_are_refused(rest):
     with pytest.raises(ValueError, match="coefficients"):

@@ -24,7 +24,7 @@ BY_CHANCE = menu_of(Expansion(0, 4, 8, "noise_aware", 16), "coupled")
 def costs(slopes: tuple[float, ...], pass_s: float, draft_token_s: float = 1e-6) -> CostModel:
     """Return costs with these slopes between the knots, the last going on."""
     steps = [*slopes, *[slopes[-1]] * (len(KNOTS) - len(slopes))]
-    return CostModel([1.0, *steps, 1e-6, 1e-6, 1e-6, 1e-6], [1e-6, pass_s, draft_token_s, 1e-6])
+    return CostModel([1.0, *steps, *[1e-6] * 5], [1e-6, pass_s, draft_token_s, 1e-6])
 
 
 def load_of(num_rows: int, model_share: float = 1.0) -> BatchLoad:
@@ -130,9 +130,19 @@ def test_rows_with_other_menus_draft_too():
 
 def test_rounds_are_paid_for_once():
     """A round that does not pay for one row pays for four, of which each makes the step longer."""
-    model = CostModel([0.2, *[0.001] * len(KNOTS), 0.5, 1e-6, 1e-6, 1e-6], [1e-6, 0.3, 1e-6, 1e-6])
+    model = CostModel([0.2, *[0.001] * len(KNOTS), 0.5, *[1e-6] * 4], [1e-6, 0.3, 1e-6, 1e-6])
     assert not any(search([0.3], model).best().places)
     assert all(search([0.3] * 4, model).best().places)
+
+
+@pytest.mark.parametrize(("longest_run_s", "drafts"), [(0.0, True), (1.0, True), (2.0, False), (8.0, False)])
+def test_steps_in_a_row_share_a_call(longest_run_s: float, drafts: bool):
+    """A tree that gains 8 % over single steps of 1.1 s, .1 of it for a call, loses to two steps or more in one call."""
+    model = CostModel([1.0, *[1e-6] * 14, 0.1], [1e-6, 0.01, 1e-6, 1e-6])
+    model.longest_run_s = longest_run_s * 1.11
+    found = search([0.047], model, allowed=[[True, True, *[False] * 4]])
+    assert (found.best().places != (0,)) == drafts
+    assert found.plain.seconds == pytest.approx(1.1 - 0.1 * (1 - 1 / max(1, longest_run_s)), abs=1e-3)
 
 
 def test_plain_decoding_is_the_first_entry():
@@ -184,7 +194,7 @@ def test_growth_costs_are_in_tokens():
 
 def test_nodes_cost_more_beyond_the_bend():
     """T(N) rises by .1 up to 4 packed tokens, by .02 up to 8, by .6 after that: a third node is bought with those behind it."""
-    bending = CostModel([1.0, 0.1, 0.1, 0.02, 0.6, *[0.6] * 6, *[1e-9] * 4], [1e-9, 0.01, 1e-9, 1e-9])
+    bending = CostModel([1.0, 0.1, 0.1, 0.02, 0.6, *[0.6] * 6, *[1e-9] * 5], [1e-9, 0.01, 1e-9, 1e-9])
     one = search_by_chance([[0.95]], bending)
     alone = step_of(one, (1,))
     node_costs = one.growth_costs(alone, 1).nodes

@@ -12,7 +12,7 @@ from selector.network.replay import Totals, best_places, rows_by, seconds_of, st
 from selector.network.train import SelectorTrainingPlan, split_of, train
 from tests.selector.roots import MENU, examples
 
-COSTS = CostModel((0.010, *(0.001,) * 14), (1e-9, 0.001, 1e-9, 1e-9))
+COSTS = CostModel((0.010, *(0.001,) * 14, 1e-9), (1e-9, 0.001, 1e-9, 1e-9))
 EXAMPLES = examples(num_prompts=60)
 SECONDS = seconds_of(EXAMPLES, COSTS)
 PLAN = SelectorTrainingPlan(max_epochs=40, patience=8, rate=3e-3)
