@@ -91,7 +91,7 @@ class PolicySteps(StepObserver):
         """Return the last choice if all sequences decode plainly without the policy, else None: the policy must choose."""
         if not self._num_left or views.composition != self._composition:
             return None
-        self.most_steps = self._num_left
+        self.most_steps = MOST_UNOBSERVED  # the last run may pass the next look at cached text: two short ones take longer
         self._num_left -= 1
         self._num_passed += 1
         return self._choice
@@ -113,7 +113,7 @@ class PolicySteps(StepObserver):
         num_later = step.num_steps - 1
         if self._num_passed:
             self._num_passed += num_later
-            self._num_left -= num_later
+            self._num_left = max(0, self._num_left - num_later)
             return
         feedback, choice, self._num_passed = step.feedback, self._choice, num_later
         if choice.reason is Reason.PLAIN_IS_BEST and self._composition is not None and not feedback.has_drafted:
