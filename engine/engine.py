@@ -73,7 +73,7 @@ class StepOutput:
 class _TargetPass(NamedTuple):
     """The output of the target's pass: logits of all its places, of the trees' nodes only, the scores of prompts, and paths.
 
-    `run` are the verdicts of several steps in a row.
+    `run_verdicts` are those of several steps in a row.
     """
 
     all_NV: Float[Tensor, "N V"]
@@ -81,12 +81,12 @@ class _TargetPass(NamedTuple):
     prompts: PromptLogprobs
     choices: SequenceOf[NodeChoice] | None = None  # at the nodes, if they are read
     walks: PassWalks | None = None
-    run: list[Verdict | VerificationFailure] | None = None
+    run_verdicts: list[Verdict | VerificationFailure] | None = None
 
     @property
     def num_steps(self) -> int:
         """The steps that ran in a row."""
-        return self.walks.num_steps if self.walks and self.run else 1
+        return self.walks.num_steps if self.walks and self.run_verdicts else 1
 
 
 class Engine:
@@ -200,7 +200,7 @@ class Engine:
         probs = traced_probs(plan.decoding, growth, verdicts, passed.nodes_NV, self.grammars)
         watch.lap("trace")
         outcomes, events = self._commit(plan, growth, passed, verdicts)  # 5. Keep the accepted paths and emit their tokens.
-        laps = watch.laps  # to which some are still added
+        laps = watch.laps  # later laps are added to it
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(outcomes), laps, passed.num_steps)
         watch.lap("commit")
         committed = CommittedRecord(record, growth.forest, passed.nodes_NV)
@@ -285,13 +285,13 @@ class Engine:
         scored = scored_prompt_tokens(plan, trees)
         places = [place for one in scored for place in one.sources]
         draws = node_draws(plan.decoding, trees) if self._target.chooses else NO_DRAWS
-        choices = walks = run = None
+        choices = walks = run_verdicts = None
         if isinstance(grown, Growth):
             growth = grown
             walks = pass_walks(plan.decoding, growth.forest, plan.num_steps) if self._target.walks else None
             all_NV = self._target.forward(plan, trees, places, draws, walks.walks if walks else None)
             if walks and walks.num_steps:
-                forest, run = walks.chains(plan.decoding, growth.forest)
+                forest, run_verdicts = walks.chains(plan.decoding, growth.forest)
                 growth = replace(growth, forest=forest)
         elif (unread := self._target.forward_unread(plan, trees, places, draws, grown.nodes)) is not None:
             growth, all_NV, choices = _read(grown, unread, len(places))
@@ -300,16 +300,16 @@ class Engine:
         for observer in self._observers:
             observer.after_forward(plan, growth.forest.trees)
         if not scored:
-            return growth, _TargetPass(all_NV, all_NV, NO_PROMPT_LOGPROBS, choices, walks, run)
+            return growth, _TargetPass(all_NV, all_NV, NO_PROMPT_LOGPROBS, choices, walks, run_verdicts)
         nodes_NV, scored_SV = all_NV.tensor_split([growth.forest.num_nodes])
         return growth, _TargetPass(all_NV, nodes_NV, score_prompt_tokens(scored, scored_SV), choices, walks)
 
     def _verify(self, plan: StepPlan, forest: Forest, passed: _TargetPass) -> list[Verdict | VerificationFailure]:
         """Verify the tree of each decoding row. A row whose prompt has non-finite logits fails."""
-        if passed.run is not None:
-            return passed.run
+        if passed.run_verdicts is not None:
+            return passed.run_verdicts
         best = passed.choices or self._target.likeliest(passed.all_NV, forest.num_nodes)
-        walks = None if best is None else passed.walks  # of other logits than the pass's nothing is known
+        walks = None if best is None else passed.walks  # the walks are of the pass's own logits
         verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best, walks)
         broken = passed.prompts.failed
         return [NOT_FINITE if row.request_id in broken else one for row, one in zip(plan.decoding, verdicts)]

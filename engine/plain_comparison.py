@@ -7,15 +7,15 @@ Where drafting pays, plain decoding would never be timed. The server estimates t
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.core.policy import ExpansionChoice, ExpansionPolicy, Reason, SequenceView
+from engine.core.policy import MOST_UNOBSERVED, ExpansionChoice, ExpansionPolicy, Reason, SequenceView
 from engine.core.tree import PLAIN
 
-COMPARED_EVERY = 256  # drafting steps
+COMPARED_EVERY = 1024  # choices with drafts
 _COMPARED = (Reason.SPECULATION_PAYS, Reason.COPIED_TEXT)  # a probe would be charged with the seconds of plain decoding
 
 
 class PlainComparison:
-    """Wraps a policy and replaces one of COMPARED_EVERY choices with drafts by plain decoding."""
+    """Wraps a policy and replaces one of COMPARED_EVERY choices with drafts by plain decoding, steps in a row."""
 
     def __init__(self, policy: ExpansionPolicy) -> None:
         self.name = policy.name
@@ -31,4 +31,5 @@ class PlainComparison:
         self._num_drafting += 1
         if self._num_drafting % COMPARED_EVERY:
             return choice
-        return replace(choice, expansions=(PLAIN,) * len(views), reason=Reason.COMPARISON, speedup=1.0, step_s=None, num_steps=1)
+        plain, num_steps = (PLAIN,) * len(views), MOST_UNOBSERVED
+        return replace(choice, expansions=plain, reason=Reason.COMPARISON, speedup=1.0, step_s=None, num_steps=num_steps)

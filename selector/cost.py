@@ -93,8 +93,8 @@ class CostModel:
         return float(sum(map(mul, self.coefficients.values(), (*rest_features(work), *draft_features(work)))))
 
     def saved_s(self, step_s: float) -> float:
-        """Return what plain decoding saves of a step of these seconds by running several in a row."""
-        return self.coefficients["call"] * (1.0 - 1.0 / max(1, min(MOST_UNOBSERVED, int(self.longest_run_s / step_s))))
+        """Return the part of the seconds of a plain step that it saves by sharing its call with other steps."""
+        return self.coefficients["call"] * (1.0 - 1.0 / max(1.0, min(MOST_UNOBSERVED, self.longest_run_s // step_s)))
 
     def pass_s(self, num_keys: float) -> float:
         """Return the predicted seconds of a pass of the draft model, without the tokens fed to it."""

@@ -199,6 +199,7 @@ class AdaptiveExpansion:
             context=[one.num_committed for one in chosen_for],
             draws=[float(not one.sampling.is_greedy) for one in chosen_for],
             model_share=share,
+            runs_in_a_row=not (trees or any(view.needs_host for view in views)),
         )
         return _PolicyBatch(free, chosen_for, *self._menu.allowed_for(chosen_for), load)
 

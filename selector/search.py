@@ -31,7 +31,8 @@ class BatchLoad:
 
     `base` is the work of plain decoding with the trees that requests configure themselves. `base_tokens` are the tokens of
     sequences without a choice. `context` are the cached tokens of the others, `draws` is 1 for a sampled sequence and 0 for a
-    deterministic one, [B]. `model_share` is the share of rounds that run the draft model.
+    deterministic one, [B]. `model_share` is the share of rounds that run the draft model. Plain decoding `runs_in_a_row` if
+    no sequence needs the host or has a tree of its own.
     """
 
     base: StepWork
@@ -39,6 +40,7 @@ class BatchLoad:
     context: Sequence[float]
     draws: Sequence[float]
     model_share: float
+    runs_in_a_row: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Search:
         self._base_s = costs.step_s(load.base) - tokens_s - load.base.num_rounds * self._round_s
         self._first_CB = self._alike((0,) * len(load.context))  # plain decoding comes first
         self._first_tokens_C, self._first_seconds_C = self._evaluate(self._first_CB)
-        if not load.base.num_rounds:
+        if load.runs_in_a_row:
             self._first_seconds_C[0] -= costs.saved_s(float(self._first_seconds_C[0]))
         self.plain = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, 0)
 

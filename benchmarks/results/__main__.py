@@ -17,7 +17,7 @@ _FOLDER = Path(__file__).parent
 _HEAD = """# Benchmarks
 
 `python -m benchmarks.results` makes this page from `benchmarks/results/`, which has the whole tables. Machines with two
-virtual cores are noisy: read ratios and their spread, not absolute times. A ratio is of two things in the same round.
+virtual cores are noisy: read ratios, each of two things in the same round with their spread.
 """
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthCosts
 from engine.core.types import SamplingParams, Speculation
 
-MOST_UNOBSERVED = 8  # steps of plain decoding for one choice: cached text is searched at the next one
+MOST_UNOBSERVED = 8  # steps of plain decoding in a row, and after which cached text is searched again
 
 
 class Reason(StrEnum):
@@ -34,7 +34,8 @@ class Reason(StrEnum):
 class SequenceView(NamedTuple):
     """A policy's view of a sequence before drafting.
 
-    `num_uncached` tokens must be fed to the target: the root alone, or more while a prompt is fed.
+    `num_uncached` tokens must be fed to the target: the root alone, or more while a prompt is fed. If it `needs_host`, its steps
+    of plain decoding cannot run in a row.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class SequenceView(NamedTuple):
     sampling: SamplingParams
     speculation: Speculation
     verifier: str
+    needs_host: bool = False
 
     @property
     def is_free(self) -> bool:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 SILU, GELU_TANH = 0, 1  # activations
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")  # of a decoder layer
 NUM_SCORES = 64  # best tokens of a node whose probabilities are compared: the others weigh nothing (ranked_tree.h)
-LAYOUT = 7  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
+LAYOUT = 8  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
+NUM_RATES = 300  # 3 sources, 10 classes of lengths, 5 of shares, 2 sums each (texts.h)
 NUM_SHARES = 9  # intervals of probabilities: their edges are engine.draft.trees.calibration's (kShareEdges)
 
 
@@ -285,7 +286,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     """Return the library for an instruction set; raise OSError if it was not compiled, or from other sources."""
     file = _file_of(instructions)
     loaded = ctypes.CDLL(str(file))
-    expected = [*map(ctypes.sizeof, _MIRRORED), NUM_SCORES, NUM_SHARES, LAYOUT]
+    expected = [*map(ctypes.sizeof, _MIRRORED), NUM_SCORES, NUM_SHARES, NUM_RATES, LAYOUT]
     sizes = (c_int64 * len(expected))()
     loaded.latebranch_sizes(sizes)
     if list(sizes) != expected:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from engine.native import library
 from engine.utils.host_transfer import as_longs
 
-_NUM_RATES = 3 * 10 * 5 * 2  # sources, classes of lengths and of shares, sums (texts.h)
 _MOST_TOKENS = 1024  # of a continuation that is read at once
 
 
@@ -45,7 +44,7 @@ class Continuation(NamedTuple):
 
 def no_rates() -> library.Numbers:
     """Return rates of agreement before the first observation."""
-    return library.empty_array("d", _NUM_RATES)
+    return library.empty_array("d", library.NUM_RATES)
 
 
 class TextsHandle:

@@ -269,10 +269,11 @@ class Scheduler:
 
         No sequence reaches its limit before the last step.
         """
-        is_alone = len(sequences) == len(self._running) and not self._waiting and not self.traces_all
+        may_admit = bool(self._waiting) and len(self._running) < self._config.max_running
+        is_alone = len(sequences) == len(self._running) and not may_admit and not self.traces_all
         if not (is_alone and all(tree.is_plain for tree in trees)):
             return 1
-        if not all(sequence.runs_alone and sequence.num_uncached == 1 for sequence in sequences):
+        if any(sequence.needs_host or sequence.num_uncached > 1 for sequence in sequences):
             return 1
         num_remaining = min((sequence.num_remaining for sequence in sequences), default=1)
         return max(1, min(most, num_remaining, self.num_free // max(1, len(sequences))))

@@ -38,7 +38,7 @@ class Sequence:
         self.num_prefix_hits = 0  # prompt tokens found in the prefix cache and not fed
         self.arrival_s = time.monotonic()
         self.queued_s: float | None = None
-        self.runs_alone = _runs_alone(request)
+        self.needs_host = _needs_host(request)
         self._num_counted_prompt = _num_fed_before(request)
 
     @property
@@ -97,6 +97,7 @@ class Sequence:
             sampling=self.request.sampling,
             speculation=self.request.speculation,
             verifier=self.verifier,
+            needs_host=self.needs_host,
         )
 
     def leave_queue(self) -> None:
@@ -137,11 +138,11 @@ class Sequence:
         self.slots, self.blocks, self.num_marked, self.draft_len = array("q"), [], 0, 0
 
 
-def _runs_alone(request: Request) -> bool:
-    """Return whether the target's passes can choose one token after the other without the host."""
+def _needs_host(request: Request) -> bool:
+    """Return whether the target's passes cannot choose one token after the other by themselves."""
     sampling = request.sampling
-    needs_host = sampling.edits_logits or sampling.typical_p < 1.0 or sampling.num_logprobs is not None
-    return not needs_host and not request.speculation.is_traced
+    edits = sampling.edits_logits or sampling.typical_p < 1.0
+    return edits or sampling.num_logprobs is not None or request.speculation.is_traced
 
 
 def _num_fed_before(request: Request) -> int:

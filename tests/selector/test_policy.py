@@ -266,6 +266,15 @@ def test_overruled_requests_are_detected(monkeypatch):
         check_own_trees()
 
 
+def test_rows_that_need_host_share_no_call():
+    """Neither do the others of their batch, nor those beside a tree of a request's own."""
+    policy, view = adaptive(Machine()), Text(flat(0.5)).view("r")
+    host, own = view._replace(needs_host=True), {"r": Expansion(2, 1, 0)}
+    batches = (([view] * 2, {}), ([view, host], {}), ([view], own))
+    found = [policy._batch(views, trees).load.runs_in_a_row for views, trees in batches]
+    assert found == [True, False, False]
+
+
 def beside_an_own_tree(speculation: Speculation, kind: type[AdaptiveExpansion] = AdaptiveExpansion) -> float:
     """Return tokens a second of four with poor drafts, beside one that has a good tree of its own; nodes are dear."""
     machine = Machine(knee=1.0, blur=0.15, outliers=0.01)

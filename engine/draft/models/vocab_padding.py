@@ -42,7 +42,7 @@ class RepaddedModel:
         self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"], walks: Walks | None = None
     ) -> Float[Tensor, "N V"]:
         """As CausalModel.forward, without walks. Ids for which only the target has rows are replaced by the model's last id."""
-        assert walks is None, "a draft model's tokens are chosen by what grows trees"
+        assert walks is None, "the grower of trees chooses a draft model's tokens"
         num_rows = self._model.vocab_size
         ids_T, *places = batch.tokens_3T
         known = replace(batch, tokens_3T=np.stack([np.minimum(ids_T, num_rows - 1), *places]))

@@ -203,7 +203,7 @@ class LevelGrowth:
         return StartedRounds(plan, rounds, levels.passes, runs_passes=False)
 
     def _recorded_for(self, shape: RoundShape, levels: LevelProposal) -> tuple[LevelRounds, Callable[[], None]]:
-        """Return rounds, and what runs all of them."""
+        """Return rounds, and a function that runs all of them."""
         num_levels, num_known = max(1, levels.logits_BLM.shape[1]), levels.logits_BLM.shape[2]
         key, recorder = (shape, num_levels), self._recorder
         if key not in self._recorded:

@@ -1,8 +1,7 @@
 """Grows a step's trees in one call of the native library: the trees of engine.draft.trees.best_first.
 
-Supports noise-aware trees and chains of greedy
-and coupled rows without logit edits and typical-p, for a draft head that the library runs. All other trees grow in
-engine.draft.trees.grow.
+Supports noise-aware trees and chains of greedy and coupled rows without logit edits and typical-p, for a draft head that the
+library runs. All other trees grow in engine.draft.trees.grow.
 """
 
 import math

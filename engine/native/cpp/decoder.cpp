@@ -41,7 +41,8 @@ void latebranch_sizes(int64_t* sizes) {
   sizes[12] = sizeof(Steps);
   sizes[13] = kScores;
   sizes[14] = kShares;
-  sizes[15] = kLayout;
+  sizes[15] = kNumRates;
+  sizes[16] = kLayout;
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {

@@ -85,9 +85,9 @@ class ContextTree {
       const auto [place, is_new] = children_.try_emplace(key(node, older(depth)), ~position);
       if (is_new)
         break;
-      int64_t child = place->second;
+      int64_t& child = place->second;  // not the iterator: a new node's entry may invalidate it
       if (child < 0 || nodes_[child].depth > depth + 1)
-        place->second = child = node_on_edge(child, older, depth + 1, deepest);
+        child = node_on_edge(child, older, depth + 1, deepest);
       node = child;
       count_token(nodes_[node].followers, token);
     }
@@ -163,6 +163,7 @@ class ContextTree {
 enum Source { kPrediction, kOwn, kRecent, kSources };
 
 constexpr int64_t kLengths = 10, kTopShares = 5;  // classes of matches
+constexpr int64_t kNumRates = kSources * kLengths * kTopShares * 2;
 constexpr int64_t kLengthBounds[kLengths - 1] = {2, 3, 4, 5, 7, 9, 13, 17, 25};
 constexpr double kTopShareBounds[kTopShares - 1] = {0.4, 0.6, 0.7, 0.85};
 

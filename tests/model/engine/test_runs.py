@@ -16,6 +16,7 @@ from engine.model.linear_backends import NATIVE
 from engine.native.walks import Steps
 from engine.scheduler.run_pacing import RunPacing
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Sequence
 from engine.scheduler.slot_allocator import IntegrityError
 from engine.testing import tiny_engine, tiny_module
 from engine.verify import dispatch
@@ -197,6 +198,19 @@ def test_rows_that_need_host_step_singly(needs_host, monkeypatch):
     steps = [one.num_steps for one in session.stats]
     assert max(steps[:20]) == 1 < max(steps[20:])
     assert len(session.outcomes["r"].ids) == 20
+
+
+@pytest.mark.parametrize(("max_running", "may_run"), [(4, True), (8, False)])
+def test_queue_ends_runs_where_it_may_enter(max_running, may_run, monkeypatch):
+    """A full batch runs on beside a queue: a request enters only when another ends, as a run does."""
+    engine = engine_of(4, monkeypatch, config=replace(ROOMY, max_running=max_running))
+    for number in range(4):
+        engine.add(sampled(f"r{number}", PROMPTS[0], seed=number, max_tokens=40))
+    for _ in range(3):
+        engine.step()
+    engine._scheduler.add(Sequence(sampled("waits", PROMPTS[1], seed=9, max_tokens=9), 9, "coupled"))
+    monkeypatch.setattr(engine._scheduler, "admit", lambda: None)
+    assert (engine.step().stats.num_steps > 1) == may_run
 
 
 def test_invalid_logits_end_their_row_alone(monkeypatch):
