@@ -270,7 +270,7 @@ def test_rows_that_need_host_share_no_call():
     """Neither do the others of their batch, nor those beside a tree of a request's own."""
     policy, view = adaptive(Machine()), Text(flat(0.5)).view("r")
     host, own = view._replace(needs_host=True), {"r": Expansion(2, 1, 0)}
-    batches = (([view] * 2, {}), ([view, host], {}), ([view], own))
+    batches: list[tuple[list[SequenceView], dict[str, Expansion]]] = [([view] * 2, {}), ([view, host], {}), ([view], own)]
     found = [policy._batch(views, trees).load.runs_in_a_row for views, trees in batches]
     assert found == [True, False, False]
 
