@@ -18,7 +18,7 @@ from engine.plain_comparison import COMPARED_EVERY
 
 ERROR_RATE = 0.05  # of an interval, over all times together
 _BLOCK_STEPS = 64  # at least, with one plain step
-_MOST_STEPS = 16 * COMPARED_EVERY  # of a block without a plain step
+_MOST_STEPS = 4 * COMPARED_EVERY  # of a block without a plain step
 _WINDOW_PAIRS = 1024  # after which a new interval begins, so that old steps do not hide a change
 _FIRST_PAIRS = 64  # of a new interval before it replaces the last one
 _PRIOR_PAIRS = 4.0  # sets where the interval is narrowest: at about eight times as many pairs

@@ -13,6 +13,7 @@ from engine.draft.models.head import DraftHead
 from engine.engine import Engine
 from engine.weights.fingerprint import tensors_digest
 from selector.build import adaptive_policy
+from selector.cost import NUM_REST
 from selector.network.examples import ExampleFolder
 from selector.network.net import SelectorNet
 from selector.profile import Profile
@@ -25,7 +26,7 @@ from tests.model.tiny import own_greedy_text
 
 PROMPTS = {"one": ["w5 w9 w23", "w7 w8", "w31 w9 w4"], "two": ["w9 w11 w12", "w40 w5", "w6 w6 w6"]}
 COLLECT = ["--max-tokens", "20", "--stride", "6", "--trees", "2", "--temperatures", "0", "1.2"]
-PROFILE = Profile((1.0, *(0.001,) * 14), (0.001,) * 4)
+PROFILE = Profile((1.0, *(0.001,) * (NUM_REST - 1)), (0.001,) * 4)
 
 
 @pytest.fixture(scope="module", autouse=True)
