@@ -64,7 +64,7 @@ class RowOutcome(msgspec.Struct, frozen=True):
 
     @property
     def num_drafted(self) -> int:
-        """Drafted tokens: none of those that several steps in a row chose."""
+        """The number of drafted tokens. Tokens of plain steps in a row are not drafted."""
         return self.tree.num_nodes - 1 if self.row.is_drafting else 0
 
     @property

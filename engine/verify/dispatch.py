@@ -224,7 +224,7 @@ class PassWalks:
 
     @property
     def num_steps(self) -> int:
-        """Complete steps in a row, of those that were to be run; 0 if none were."""
+        """The number of complete steps in a row; 0 if the pass was to run no further steps."""
         return self.walks.steps.num_complete if self.walks.steps else 0
 
     def verdicts(self, rows: Sequence[Row]) -> list[Verdict | None]:

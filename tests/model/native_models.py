@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import cache
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,13 +12,11 @@ from engine.attention.segments import chain_segment
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, adopt, weights_dtype
 from engine.model.linear_backends import NATIVE
-from engine.native import library
 from engine.testing import tiny_module
 from tests.model.passes import CPU, SceneRow, node_logits
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 PRECISIONS = ("float32", "bfloat16", "int8", "compact")
-needs_library = pytest.mark.skipif(not library.is_available(), reason="needs the library and a processor with AVX2")
 
 
 @cache

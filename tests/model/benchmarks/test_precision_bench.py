@@ -8,7 +8,7 @@ from benchmarks import precision
 from engine.model.fp8 import Fp8Linear
 from engine.testing import tiny_module
 from tests.model.folders import model_folder
-from tests.model.native_models import needs_library
+from tests.needs import needs_library
 
 PROMPTS = Path("configs/bench_prompts.yaml")
 

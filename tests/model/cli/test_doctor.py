@@ -22,8 +22,8 @@ from selector.menu import menu_of
 from selector.network.net import NetShape, Objective, SelectorNet
 from server.cli.main import main
 from tests.conformance.folder import served_folder
-from tests.model.native_models import needs_library
 from tests.model.stored_models import stores_tiny_models
+from tests.needs import needs_library
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from engine.distill.generation.jobs import GeneratedText, GenerationJob, Running
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap
 from engine.testing import FAMILIES, tiny_model, tiny_module
-from tests.model.native_models import KNOWN, native, needs_library
+from tests.model.native_models import KNOWN, native
+from tests.needs import needs_library
 
 LAYERS = (1, 3)
 T = TypeVar("T")

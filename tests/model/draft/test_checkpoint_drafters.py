@@ -49,9 +49,10 @@ from tests.model.draft.beside_cached_text import require_plain_texts_beside_cach
 from tests.model.driving import greedy, run, sampled
 from tests.model.kv_cache.test_kv_cache import RandomExpansion
 from tests.model.mixed import PROMPTS, mixed_requests
-from tests.model.native_models import native, needs_library
+from tests.model.native_models import native
 from tests.model.passes import CPU
 from tests.model.tiny import model, own_greedy_text, own_module
+from tests.needs import needs_library
 
 EXACT, WRONG = 1e-3, 1e-1  # of logits of size 1 to 10
 CROWDED = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=90, max_model_len=64)

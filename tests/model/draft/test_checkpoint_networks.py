@@ -26,8 +26,8 @@ from engine.testing import tiny_module
 from engine.utils.host_transfer import integers
 from engine.weights.facts import ModelFacts
 from tests.model.checkpoints import Book, stored
-from tests.model.native_models import needs_library
 from tests.model.passes import CPU
+from tests.needs import needs_library
 
 MADE = Path(__file__).parents[2] / "conformance" / "speculators"
 EAGLE3 = ("eagle3-plain", "eagle3-normed", "eagle3-each-normed", "eagle3-two-layers", "eagle3-sliding")

@@ -19,10 +19,10 @@ from engine.model.linear_backends import NATIVE
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import give_drafter, greedy, run, sampled
 from tests.model.kv_cache.test_kv_cache import EXACT, RandomExpansion, cache_error
-from tests.model.native_models import needs_library
 from tests.model.passes import CPU
 from tests.model.rows import decoding_row
 from tests.model.tiny import model, own_greedy_text, own_module
+from tests.needs import needs_library
 
 
 def test_cached_distributions_are_proposed_where_available():

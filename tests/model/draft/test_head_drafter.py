@@ -38,10 +38,11 @@ from tests.model.driving import greedy, run, sampled
 from tests.model.heads import drafter_of, head_engine, head_logits, learnt_head, random_head, true_features
 from tests.model.kv_cache.test_kv_cache import RandomExpansion
 from tests.model.mixed import PROMPTS, mixed_requests
-from tests.model.native_models import native, needs_library
+from tests.model.native_models import native
 from tests.model.passes import CPU
 from tests.model.rows import decoding_row
 from tests.model.tiny import model, own_greedy_text, own_module
+from tests.needs import needs_library
 
 EXACT, WRONG = 1e-3, 1e-1  # of logits of size 1 to 10
 ROUNDED = 3e-2  # the same where what the target leaves is kept in half precision

@@ -11,8 +11,8 @@ from engine.draft.text import mixture
 from engine.draft.text.matching import CachedDistribution
 from engine.draft.text.mixture import extended_vocabulary, mixtures
 from engine.native import mixture as native
-from tests.model.native_models import needs_library
 from tests.model.passes import CPU
+from tests.needs import needs_library
 
 SIZE = 500
 VOCAB = TrimmedVocabulary(torch.randperm(SIZE, generator=torch.Generator().manual_seed(0))[:123].sort().values, SIZE)

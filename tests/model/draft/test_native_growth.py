@@ -32,9 +32,10 @@ from engine.native.growth import Offered
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import learnt_head, random_head
-from tests.model.native_models import native, needs_library
+from tests.model.native_models import native
 from tests.model.passes import CPU
 from tests.model.tiny import pair
+from tests.needs import needs_library
 
 pytestmark = needs_library
 

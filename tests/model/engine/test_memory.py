@@ -24,7 +24,7 @@ from engine.testing import tiny_module
 from engine.weights.weight_headers import num_parameters
 from tests.conformance.folder import served_folder
 from tests.model.heads import random_head
-from tests.model.native_models import needs_library
+from tests.needs import needs_library
 
 CPU = torch.device("cpu")
 

@@ -24,8 +24,9 @@ from engine.worker.inprocess import InProcessEngine
 from tests.api.harness import MODEL, in_process
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.mixed import PROMPTS, mixed_requests
-from tests.model.native_models import native, needs_library
+from tests.model.native_models import native
 from tests.model.passes import CPU
+from tests.needs import needs_library
 from tests.tokenizers_for_tests import byte_level
 
 pytestmark = needs_library

@@ -26,8 +26,9 @@ from tests.model.driving import Session, run
 from tests.model.heads import random_head
 from tests.model.kv_cache.test_kv_cache import NUM_SLOTS, RandomExpansion
 from tests.model.mixed import mixed_requests
-from tests.model.native_models import native, needs_library
+from tests.model.native_models import native
 from tests.model.tiny import model, pair
+from tests.needs import needs_library
 
 CROWDED = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=NUM_SLOTS, max_model_len=64)
 

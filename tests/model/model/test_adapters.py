@@ -30,9 +30,9 @@ from tests.model.distributions import text_distribution
 from tests.model.driving import give_drafter, greedy, run
 from tests.model.engine.test_engine_distributions import WIDE
 from tests.model.lora import merged, random_adapter
-from tests.model.native_models import needs_library
 from tests.model.passes import CPU
 from tests.model.tiny import model
+from tests.needs import needs_library
 
 PROMPT = [3 + (11 * i) % 7 for i in range(40)]  # longer than two blocks of the prefix cache, and repeats itself
 NAMES = (None, "one", "two")

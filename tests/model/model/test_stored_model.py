@@ -23,8 +23,9 @@ from engine.testing import tiny_module
 from engine.weights import UnsupportedModel, WeightsError
 from tests.model.folders import model_folder
 from tests.model.native.test_native_refusals import SIZES
-from tests.model.native_models import KNOWN, PRECISIONS, alone, needs_library
+from tests.model.native_models import KNOWN, PRECISIONS, alone
 from tests.model.stored_models import stores_tiny_models
+from tests.needs import needs_library
 
 CPU = torch.device("cpu")
 TEXT = [5, 17, 3, 44, 44, 9, 60, 1]

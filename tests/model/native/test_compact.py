@@ -16,7 +16,7 @@ from engine.native import library
 from engine.native.compact import BLOCK, GROUP, compact_packed, compact_unpacked, compact_weights
 from engine.native.linear import NativeLinear
 from engine.testing import tiny_module
-from tests.model.native_models import needs_library
+from tests.needs import needs_library
 
 BITS = (4, 6, 8)
 _Kind = gguf.GGMLQuantizationType

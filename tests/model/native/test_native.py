@@ -36,9 +36,10 @@ from tests.model.attention.test_attention import (
     ragged_scene,
     scenes,
 )
-from tests.model.native_models import KNOWN, PRECISIONS, alone, is_same, native, needs_library, with_weights
+from tests.model.native_models import KNOWN, PRECISIONS, alone, is_same, native, with_weights
 from tests.model.passes import CPU
 from tests.model.tiny import model, own_module
+from tests.needs import needs_library
 
 pytestmark = needs_library
 TEXT = [(7 * place + 3) % 61 for place in range(200)]

@@ -20,8 +20,9 @@ from engine.native.adapters import NativeAdapters, UnknownLayer
 from engine.testing import tiny_module
 from engine.weights.lora import Adapter, LowRank
 from tests.model.lora import layers_of
-from tests.model.native_models import KNOWN, PRECISIONS, needs_library, with_weights
+from tests.model.native_models import KNOWN, PRECISIONS, with_weights
 from tests.model.passes import CPU
+from tests.needs import needs_library
 
 pytestmark = needs_library
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -13,7 +13,8 @@ from engine.model.linear_backends import NATIVE, prepare_linears, weight_of
 from engine.native.compact import GROUP
 from engine.native.linear import QUANTISED, NativeLinear, packed, unpacked
 from engine.testing import tiny_module
-from tests.model.native_models import PRECISIONS, needs_library
+from tests.model.native_models import PRECISIONS
+from tests.needs import needs_library
 
 pytestmark = needs_library
 SHAPES = [(1, 1), (37, 43), (48, 40), (64, 64), (65, 129), (130, 63), (256, 200), (1100, 70)]  # inputs, outputs

@@ -19,8 +19,9 @@ from engine.native.linear import QUANTISED
 from engine.testing import tiny_module
 from engine.weights import UnsupportedModel
 from tests.conformance.folder import served_folder
-from tests.model.native_models import KNOWN, PRECISIONS, alone, native, needs_library
+from tests.model.native_models import KNOWN, PRECISIONS, alone, native
 from tests.model.passes import CPU
+from tests.needs import needs_library
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 

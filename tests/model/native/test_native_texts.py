@@ -16,7 +16,7 @@ from engine.draft.text.recent_texts import RecentLimits
 from engine.draft.text.suffix_counts import MAX_CONTEXT
 from engine.draft.text.text_cache import TextCache
 from engine.native.texts import NativeTree, TextsHandle
-from tests.model.native_models import needs_library
+from tests.needs import needs_library
 from tests.unit.draft.test_texts import row_of
 
 pytestmark = needs_library

@@ -17,9 +17,10 @@ from engine.profiling import peaks
 from engine.profiling.machine import machine_facts
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import greedy, run
-from tests.model.native_models import PRECISIONS, needs_library
+from tests.model.native_models import PRECISIONS
 from tests.model.passes import CPU
 from tests.model.trace.test_step_trace import traced, traces_of
+from tests.needs import needs_library
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

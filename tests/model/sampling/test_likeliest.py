@@ -12,7 +12,7 @@ from engine.core.types import SamplingParams
 from engine.native import distributions as native
 from engine.sampling.argmax import RowArgMax, are_valid, argmax_rows
 from engine.sampling.distributions import warped_probs
-from tests.model.native_models import needs_library
+from tests.needs import needs_library
 
 ODD = (float("-inf"), float("inf"), float("nan"), 0.0, -0.0)
 

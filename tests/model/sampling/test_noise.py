@@ -13,7 +13,7 @@ from engine.native import noise as native
 from engine.sampling import noise
 from engine.sampling.noise import gumbels, uniforms
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
-from tests.model.native_models import needs_library
+from tests.needs import needs_library
 from tests.splitmix import key_of_first_bits
 
 key_lists = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4)

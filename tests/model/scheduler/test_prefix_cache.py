@@ -20,8 +20,9 @@ from engine.scheduler.slot_allocator import Block
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.heads import head_engine, random_head
-from tests.model.native_models import PRECISIONS, native, needs_library
+from tests.model.native_models import PRECISIONS, native
 from tests.model.tiny import model, own_greedy_text, own_logits, pair
+from tests.needs import needs_library
 
 CPU = torch.device("cpu")
 ROOMY = SchedulerConfig(num_slots=2048, max_model_len=256)

@@ -13,7 +13,7 @@ from torch import nn
 from engine.kv_cache.kv_cache import KVCache
 from engine.native.linear import NativeLinear
 from engine.utils import huge_pages
-from tests.model.native_models import needs_library
+from tests.needs import needs_library
 
 has_them = Path("/sys/kernel/mm/transparent_hugepage").exists()
 needs_them = pytest.mark.skipif(not has_them, reason="the kernel was built without transparent huge pages")

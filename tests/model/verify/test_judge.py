@@ -22,9 +22,9 @@ from engine.verify.registry import create_verifier
 from engine.verify.verdict import Verdict, VerificationFailure
 from tests.chi_square import PASSES_BELOW, z_of_counts
 from tests.model.distributions import probs_of
-from tests.model.native_models import needs_library
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, TableDrafter, decoding_row
+from tests.needs import needs_library
 
 V = 5
 TABLE = torch.randn(V, V, generator=torch.Generator().manual_seed(0)) * 2

@@ -20,9 +20,9 @@ from engine.verify.coupled import depth_keys
 from engine.verify.dispatch import Judge, PassWalks, pass_walks
 from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict, VerificationFailure
-from tests.model.native_models import needs_library
 from tests.model.passes import CPU
 from tests.model.rows import decoding_row
+from tests.needs import needs_library
 
 Judged = list[Verdict | VerificationFailure]
 

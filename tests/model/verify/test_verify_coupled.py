@@ -23,7 +23,7 @@ from engine.verify.errors import NonFiniteDistributionError
 from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict
 from tests.enumeration import Context, DrawnTree, TinyModel, TreeBuilder, batch_of
-from tests.model.native_models import needs_library
+from tests.needs import needs_library
 
 VOCAB = 4
 NUM_TOKENS = 12

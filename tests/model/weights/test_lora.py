@@ -18,7 +18,7 @@ from engine.weights.lora import UnusableAdapter, read_adapter
 from tests.model.driving import greedy, run
 from tests.model.folders import model_folder
 from tests.model.lora import write_adapter
-from tests.model.native_models import needs_library
+from tests.needs import needs_library
 
 FIRST = "base_model.model.model.layers.0.self_attn"
 CONFIG = EngineConfig(model="", scheduler=SchedulerConfig(num_slots=2048, max_model_len=256))

@@ -9,7 +9,7 @@ from engine.model.causal_lm import load_model
 from engine.model.linear_backends import NATIVE
 from engine.native.linear import NativeLinear
 from engine.weights import gguf_tokenizer, resolve
-from tests.model.native_models import needs_library
+from tests.needs import needs_library
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow]
 

@@ -21,11 +21,10 @@ from engine.draft.text.recent_texts import RecentLimits, RecentTexts
 from engine.draft.text.suffix_counts import Match
 from engine.draft.text.text_cache import TextCache
 from engine.draft.text.text_index import TextIndex
-from engine.native import library
+from tests.needs import needs_library
 from tests.unit.draft.test_context_tree import counted
 
 PROMPT = (5, 6, 7)
-needs_library = pytest.mark.skipif(not library.is_available(), reason="needs the library")
 
 
 @pytest.fixture(autouse=True, scope="module", params=[pytest.param(NativeMatcher, marks=needs_library), PythonMatcher])
