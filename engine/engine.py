@@ -4,18 +4,21 @@ Synchronous and single-threaded. The worker's loop calls it. Knows token ids, no
 """
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
+from msgspec import structs
 from torch import Tensor
 
 from engine.core.cache_events import CacheEvent
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionChoice, ExpansionPolicy
+from engine.core.row_trace import TreeProbs
 from engine.core.step_observer import PolicySteps, StepObserver
 from engine.core.step_plan import Feeding, Row, StepPlan
 from engine.core.tree import PLAIN
@@ -26,6 +29,8 @@ from engine.draft.drafter import Drafter, RequestFollower
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import growers_of, learn, start_growth
 from engine.draft.trees.grower import Growth, UnreadGrowth
+from engine.draft.trees.native_growth import DraftedStep, NativeTreeGrower
+from engine.draft_runs import committed_outcomes, run_record
 from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.slot_digests import SlotDigests
 from engine.model.passes import NO_DRAWS, UnreadPass
@@ -34,7 +39,7 @@ from engine.model.target import Target
 from engine.sampling import device_choice
 from engine.sampling.device_choice import NodeChoice
 from engine.scheduler.run_pacing import RunPacing
-from engine.scheduler.scheduler import RowResult, Scheduler
+from engine.scheduler.scheduler import ONE_STEP, RowResult, Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.structured_output.grammars import CompiledGrammars, no_grammars
 from engine.structured_output.masks import GrammarMasks
@@ -107,6 +112,7 @@ class Engine:
         self._target = target
         self._drafter = drafter
         self._growers = growers_of(drafter, target.model.vocab_size, target.model.device)
+        self._native_grower = next((one for one in self._growers if isinstance(one, NativeTreeGrower)), None)
         self._follower: RequestFollower | None = drafter if isinstance(drafter, RequestFollower) else None
         self._policy = PolicySteps(policy)
         self._roots = roots or RootFeatures(target.model, drafter)
@@ -123,6 +129,7 @@ class Engine:
             self._scheduler.pool.on_freed_slots(target.cache.states.drop)
         self._runs = RunPacing()
         self._observers += [self._scheduler.pacing, self._runs]
+        self._no_logits = torch.empty((0, target.model.vocab_size))
         self._ended: list[TokenEvent] = []  # requests that ended between steps
 
     @property
@@ -184,11 +191,15 @@ class Engine:
             self._follower.end(request_id)
 
     def step(self) -> StepOutput:
-        """Advance every running sequence by one tree, or by several tokens of plain decoding. Return events and statistics."""
+        """Advance every running sequence by one tree, or by several steps in a row. Return events and statistics."""
         watch = Stopwatch()
         choice, plan = self._plan(watch)  # 1. Admit sequences and choose their expansions.
         for observer in self._observers:
             observer.before_step(plan)
+        if plan.num_steps > 1 and any(row.is_drafting for row in plan.rows):
+            if (drafted := self._run_drafts(plan)) is not None:
+                return self._finish(*self._commit_drafts(plan, choice, drafted, watch), watch)
+            plan = structs.replace(plan, num_steps=1)
         grown = self._grow(plan)  # 2. Grow a tree for each decoding row.
         watch.lap("draft")
         growth, passed = self._forward(plan, grown)  # 3. Run one tree-masked pass of the target over all rows.
@@ -203,11 +214,17 @@ class Engine:
         laps = watch.laps  # later laps are added to it
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(outcomes), laps, passed.num_steps)
         watch.lap("commit")
-        committed = CommittedRecord(record, growth.forest, passed.nodes_NV)
+        return self._finish(CommittedRecord(record, growth.forest, passed.nodes_NV), events, watch, probs)
+
+    def _finish(
+        self, committed: CommittedRecord, events: list[TokenEvent], watch: Stopwatch, probs: Mapping[str, TreeProbs] | None = None
+    ) -> StepOutput:
+        """Have the observers learn from a committed step, and return its output."""
         for observer in self._observers:
             observer.after_commit(committed)
         watch.lap("learn")
-        stats, rows = stats_of(record, self._scheduler, self._target), traced_rows(record, probs)
+        record = committed.record
+        stats, rows = stats_of(record, self._scheduler, self._target), traced_rows(record, probs or {})
         for observer in self._observers:
             observer.after_step(stats, rows)
         return StepOutput(with_traces(events, stats, rows, self.info.peaks), stats, self.take_cache_events())
@@ -266,12 +283,40 @@ class Engine:
         watch.lap("follow")
         choice = choice or self._policy.choose(views)
         watch.lap("choose")
-        most_steps = min(self._policy.most_steps, self._runs.most_steps(len(views))) if self._target.runs_steps else 1
+        most_steps = self._runs.most_steps(len(views), self._policy.most_steps) if self._target.runs_steps else ONE_STEP
         plan = self._scheduler.plan(
             choice.expansions, keeps_up=choice.keeps_up, growth_costs=choice.growth_costs, most_steps=most_steps
         )
         watch.lap("plan")
         return choice, plan
+
+    def _run_drafts(self, plan: StepPlan) -> list[DraftedStep] | None:
+        """Run drafting steps in a row. None if the library cannot, or if a row has no distribution: then nothing changed."""
+        grower = self._native_grower
+        if grower is None or any(row.adapter is not None for row in plan.rows) or not grower.can_grow(plan.rows):
+            return None
+        steps = grower.start_steps(plan.rows, self._calibrations, plan.num_steps)
+        self._target.run_drafts(steps)
+        return grower.finish_steps(plan.rows, steps) or None
+
+    def _commit_drafts(
+        self, plan: StepPlan, choice: ExpansionChoice, drafted: SequenceOf[DraftedStep], watch: Stopwatch
+    ) -> tuple[CommittedRecord, list[TokenEvent]]:
+        """Commit drafting steps in a row, and learn from each. Return their record and all events."""
+        watch.lap("forward")
+        watch.laps |= {"draft": 0.0, "verify": 0.0, "trace": 0.0}
+        watch.shift("forward", "draft", sum(one.draft_s for one in drafted))
+        outcomes = committed_outcomes(plan.rows, drafted, self._scheduler)
+        for one, of_step in zip(drafted, outcomes, strict=True):
+            learn(self._calibrations, plan.rows, one.growth, [outcome.verdict for outcome in of_step])
+        for outcome in outcomes[-1]:
+            if outcome.emission and outcome.emission.finish is not None:
+                self._stop_following(outcome.row.request_id)
+        logits_NV = self._no_logits
+        events = [*self._take_ended(), *(self._event(outcome, logits_NV) for of_step in outcomes for outcome in of_step)]
+        watch.lap("commit")
+        record = run_record(plan, choice, drafted, outcomes, watch.laps)
+        return CommittedRecord(record, drafted[-1].growth.forest, logits_NV), events
 
     def _grow(self, plan: StepPlan) -> Growth | UnreadGrowth:
         return start_growth(self._growers, plan.rows, self._calibrations, self.grammars)

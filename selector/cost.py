@@ -61,10 +61,10 @@ def draft_features(work: StepWork) -> list[float]:
 class CostModel:
     """Predicts a step's seconds and learns from measured steps. `coefficients` are seconds per unit, by name.
 
-    Steps of plain decoding run in a row for `longest_run_s`, and singly if it is 0.
+    Steps run in a row for `longest_run_s`, and singly if it is 0. Steps with drafts do so only if `drafts_run`.
     """
 
-    longest_run_s = 0.0
+    longest_run_s, drafts_run = 0.0, False
 
     def __init__(self, rest: Sequence[float] | None = None, draft: Sequence[float] | None = None) -> None:
         self._has_scale = rest is not None
@@ -92,9 +92,10 @@ class CostModel:
         # Plain Python: a step has few features, and numpy's code is not in the processor's caches after a pass.
         return float(sum(map(mul, self.coefficients.values(), (*rest_features(work), *draft_features(work)))))
 
-    def saved_s(self, step_s: float) -> float:
-        """Return the part of the seconds of a plain step that it saves by sharing its call with other steps."""
-        return self.coefficients["call"] * (1.0 - 1.0 / max(1.0, min(MOST_UNOBSERVED, self.longest_run_s // step_s)))
+    def saved_s(self, step_s: Array) -> Array:
+        """Return the part of the seconds of steps that they save by sharing a call with others like them, elementwise."""
+        num_steps = np.clip(self.longest_run_s // step_s, 1.0, MOST_UNOBSERVED)
+        return np.asarray(self.coefficients["call"] * (1.0 - 1.0 / num_steps))
 
     def pass_s(self, num_keys: float) -> float:
         """Return the predicted seconds of a pass of the draft model, without the tokens fed to it."""

@@ -47,7 +47,12 @@ class Bench(Protocol):
 
     @property
     def longest_run_s(self) -> float:
-        """Seconds for which steps of plain decoding run in a row."""
+        """Seconds for which steps run in a row."""
+        ...
+
+    @property
+    def drafts_run(self) -> bool:
+        """Whether steps with drafts of greedy and coupled rows run in a row too."""
         ...
 
     @property

@@ -32,7 +32,7 @@ class BatchLoad:
     `base` is the work of plain decoding with the trees that requests configure themselves. `base_tokens` are the tokens of
     sequences without a choice. `context` are the cached tokens of the others, `draws` is 1 for a sampled sequence and 0 for a
     deterministic one, [B]. `model_share` is the share of rounds that run the draft model. Plain decoding `runs_in_a_row` if
-    no sequence needs the host or has a tree of its own.
+    no sequence needs the host or has a tree of its own. Steps with drafts do so if the `drafts_run`.
     """
 
     base: StepWork
@@ -41,6 +41,7 @@ class BatchLoad:
     draws: Sequence[float]
     model_share: float
     runs_in_a_row: bool = True
+    drafts_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,6 @@ class Search:
         self._base_s = costs.step_s(load.base) - tokens_s - load.base.num_rounds * self._round_s
         self._first_CB = self._alike((0,) * len(load.context))  # plain decoding comes first
         self._first_tokens_C, self._first_seconds_C = self._evaluate(self._first_CB)
-        if load.runs_in_a_row:
-            self._first_seconds_C[0] -= costs.saved_s(float(self._first_seconds_C[0]))
         self.plain = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, 0)
 
     def best(self) -> Step:
@@ -161,6 +160,8 @@ class Search:
         tokens_s_C = self._costs.tokens_s(base.num_tokens + self.estimates.nodes.take(index_CB).sum(1))
         rounds_C = np.maximum(base.num_rounds, self._rounds(places_CB, self.estimates.rounds.take(index_CB)))
         seconds_C = self._base_s + tokens_s_C + rounds_C * self._round_s + self._own_s_BM.take(index_CB).sum(1)
+        if self._load.runs_in_a_row:
+            seconds_C -= self._costs.saved_s(seconds_C) * (True if self._load.drafts_run else ~places_CB.any(1))
         return self._load.base_tokens + self.estimates.tokens.take(index_CB).sum(1), seconds_C
 
     def _rounds(self, places_CB: Places, rounds_CB: Array) -> Array:

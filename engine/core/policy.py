@@ -281,7 +281,7 @@ class FixedExpansion:
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the fixed expansion for every view."""
-        return ExpansionChoice((self._expansion,) * len(views))
+        return ExpansionChoice((self._expansion,) * len(views), num_steps=MOST_UNOBSERVED)
 
     def observe(self, feedback: StepFeedback) -> None:
         """Learn nothing."""

@@ -31,12 +31,12 @@ class CommittedStep(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """The steps of plain decoding that ran in a row, else 1."""
+        """The steps that ran in a row."""
         ...
 
     @property
-    def feedback(self) -> StepFeedback:
-        """The costs and outcomes of the step."""
+    def feedbacks(self) -> Sequence[StepFeedback]:
+        """The costs and outcomes of the step: of each step with drafts, of the first of several that decode plainly."""
         ...
 
     @property
@@ -115,10 +115,11 @@ class PolicySteps(StepObserver):
             self._num_passed += num_later
             self._num_left = max(0, self._num_left - num_later)
             return
-        feedback, choice, self._num_passed = step.feedback, self._choice, num_later
-        if choice.reason is Reason.PLAIN_IS_BEST and self._composition is not None and not feedback.has_drafted:
+        feedbacks, choice, self._num_passed = step.feedbacks, self._choice, num_later
+        if choice.reason is Reason.PLAIN_IS_BEST and self._composition is not None and not feedbacks[0].has_drafted:
             self._num_left = min(choice.num_steps, MOST_UNOBSERVED) - step.num_steps
         if self._num_left:
-            self._plain = feedback
-        else:
+            self._plain = feedbacks[0]
+            return
+        for feedback in feedbacks:
             self._policy.observe(feedback)

@@ -39,7 +39,8 @@ class Row(msgspec.Struct, frozen=True):
     `certain_ids` are committed tokens that the target has not cached: positions [context_len, context_len + len(certain_ids)).
     If `is_decoding`, the last of them is the root, from which a tree may grow. Else they are a chunk of a prompt. `slots` maps
     the logical positions [0, context_len + len(certain_ids) + expansion.num_draft_tokens) to cache slots. Node v of the tree is
-    at position root_position + v, whatever its depth. The table is the row's own copy and is not modified. `draft_ids` are the
+    at position root_position + v, whatever its depth. The table is the row's own copy; only drafting steps in a row reorder it,
+    behind the root. `draft_ids` are the
     committed tokens to feed to the drafter in this step, from position `draft_len` on. The last is the root if a tree grows.
     `num_new_prompt_tokens` of the certain tokens are prompt tokens fed for the first time (not after a preemption). `history`
     is the whole committed text, a read-only view that starts with `num_prompt_tokens` prompt tokens. A row with `is_traced`
@@ -87,6 +88,11 @@ class Row(msgspec.Struct, frozen=True):
         return SamplingContext(self.sampling, self.history, self.num_prompt_tokens, path_ids)
 
     @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.sampling.max_tokens - (len(self.history) - self.num_prompt_tokens)
+
+    @property
     def is_drafting(self) -> bool:
         """Whether a tree may grow from the row's root."""
         return self.is_decoding and not self.expansion.is_plain
@@ -102,7 +108,7 @@ class Row(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True, dict=True):
     """The rows of one step, oldest sequence first. `num_preempted` sequences lost their slots to make room.
 
-    With `num_steps` above 1, plain decoding of all rows may go on for that many steps in a row, and they have the slots for it.
+    With `num_steps` above 1, all rows decode and may go on for that many steps in a row: they have the slots for it.
 
     Since the last plan, `num_prefix_queries` prompt tokens were looked up in the prefix cache, and `num_prefix_hits` were found.
     """

@@ -22,6 +22,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.passes import NO_DRAWS, DirectPasses, RecordedPasses, UnreadPass, WrittenSlots
 from engine.model.traffic import Traffic, traffic_of
+from engine.native.draft_steps import DraftSteps
 from engine.native.walks import Walks
 from engine.sampling import device_choice
 from engine.sampling.argmax import RowArgMax
@@ -126,6 +127,11 @@ class Target:
         if isinstance(self._passes, RecordedPasses):
             return self._passes.run(batch, logit_rows, draws)
         return self._passes.run(batch, logit_rows, walks)
+
+    def run_drafts(self, steps: DraftSteps) -> None:
+        """Run drafting steps in a row; valid if the target `runs_steps`."""
+        assert self.model.native is not None
+        self.model.native.run_drafts(steps, self.cache)
 
     def forward_unread(
         self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int], draws: NodeDraws, nodes: GrownNodes

@@ -18,6 +18,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.native import library
 from engine.native.adapters import NativeAdapters
 from engine.native.decoder_pass import Features, Output, Runner, Tables
+from engine.native.draft_steps import DraftSteps
 from engine.native.linear import PackedWeights
 from engine.native.walks import Walks
 from engine.utils.rotary_table import RotaryTable
@@ -141,6 +142,11 @@ class NativeDecoder:
             watcher.report(output)
         self._latest = ref(output.logits_NM), output.likeliest
         return output.logits_NM
+
+    def run_drafts(self, steps: DraftSteps, cache: KVCache) -> None:
+        """Run drafting steps in a row over a cache."""
+        rotations = [one.below(steps.end) for one in self._rotations]
+        self._runner.run_drafts(steps, cache, rotations, self._features[cache])
 
     def likeliest(self, logits_NV: Float[Tensor, "N V"]) -> list[tuple[float, int]] | None:
         """Return the result of `distributions.likeliest` if these are the latest pass's logits, else None."""

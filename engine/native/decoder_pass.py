@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.attention.packing import PackedBatch
 from engine.kv_cache.kv_cache import BLOCK_BITS, KVCache
 from engine.native import library
+from engine.native.draft_steps import DraftSteps
 from engine.native.linear import QUANTISED
 from engine.native.walks import Walks
 
@@ -118,6 +119,12 @@ class Runner:
         if cache.is_watched:
             cache.check_read(batch.flat.key_slots)
         return Output(logits_NM, head_inputs_ND, after, list(zip(largest_N, likeliest_N, strict=True)))
+
+    def run_drafts(self, steps: DraftSteps, cache: KVCache, rotations: Sequence[Tables], features: Features) -> None:
+        """Run drafting steps in a row, whose passes store the inputs of `features`."""
+        addresses = self.shared_addresses(cache, rotations)
+        addresses.features = ctypes.pointer(features.structure)
+        steps.run(self.structure, addresses)
 
     def pass_over(
         self, batch: PackedBatch, cache: KVCache, rotations: Sequence[Tables], slot_states: SlotStates | None = None

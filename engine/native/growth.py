@@ -116,66 +116,89 @@ class GrownTrees(NamedTuple):
     fed: list[library.Fed]
 
 
-def grown_trees(
-    head: library.Decoder,
-    vocab_M: Int[Tensor, " M"],
-    rows: Sequence[RankedRow],
-    fed: Sequence[FedRow],
-    before_all: int,
-    addresses: library.Pass,
-) -> GrownTrees:
-    """Feed the head the `fed` rows, and grow the rows' trees.
+class NativeGrowth:
+    """Grows the trees of a step, or of several in a row. Owns the memory behind `inputs` and `results`.
 
-    `addresses` are those of Runner.shared_addresses. A token at position 0 reads slot `before_all`. Each tree's root is the last
-    token of one of the `fed` rows.
+    The `fed` rows are fed to the head first. `addresses` are those of Runner.shared_addresses. A token at position 0 reads slot
+    `before_all`. Each tree's root is the last token of one of the `fed` rows.
     """
-    structures, fed_structures = (library.RankedRowStructure * len(rows))(), (library.FedRowStructure * len(fed))()
-    kept: list[library.Numbers] = []
-    for index, row in enumerate(rows):
-        slots, least_chances = as_longs(row.slots), array("d", row.least_chances)
-        shares = array("d", [*row.shares[0], *row.shares[1]])
-        assert len(slots) > row.root_position + row.max_nodes, "a node has no slot"
-        assert len(least_chances) == row.max_nodes
-        assert len(shares) == 2 * library.NUM_SHARES
-        pointers = library.address_of(slots), library.address_of(shares), library.address_of(least_chances)
-        structures[index] = _structure(row, *pointers)
-        kept += slots, shares, least_chances
-    trees_fed: list[int] = []
-    for index, one in enumerate(fed):
-        fed_ids, slots, tree = as_longs(one.token_ids), as_longs(one.slots), -1 if one.tree is None else one.tree
-        begins = library.address_of(fed_ids), library.address_of(slots)
-        fed_structures[index] = library.FedRowStructure(len(fed_ids), one.first_position, *begins, tree)
-        kept += fed_ids, slots
-        if tree >= 0:
-            trees_fed.append(tree)
-    assert sorted(trees_fed) == [*range(len(rows))]
-    most = sum(1 + row.max_nodes for row in rows)
-    counts, nodes, chances = (library.empty_array(*one) for one in (("q", 2 * len(rows)), ("q", 6 * most), ("d", 2 * most)))
-    offers = Offers(
-        np.empty((most, library.NUM_SCORES + 1), dtype=np.int64),
-        np.empty((most, library.NUM_SCORES), dtype=np.float32),
-        np.empty((most, library.NUM_SCORES), dtype=np.float64),
-    )
-    of_rounds = (library.Fed * max(row.depth for row in rows))()
-    begin = library.address_of(counts)
-    num_rounds = library.library().latebranch_grow(
-        *(ctypes.byref(head), vocab_M.data_ptr(), structures, len(rows), fed_structures, len(fed), before_all),
-        *(ctypes.byref(addresses), most, begin, begin + 8 * len(rows), library.address_of(nodes), library.address_of(chances)),
-        *(library.address(offers.tokens), library.address(offers.odds), library.address(offers.noise)),
-        *(of_rounds, library.num_threads()),
-    )
-    trees = []
-    for (first, end), num_rounds_of_tree in zip(pairwise(accumulate(counts[: len(rows)], initial=0)), counts[len(rows) :]):
-        parents, token_ids, places, keeps_slot, by_age, origins = (
-            tuple(nodes[start + first : start + end]) for start in range(0, 6 * most, most)
+
+    def __init__(
+        self,
+        head: library.Decoder,
+        vocab_M: Int[Tensor, " M"],
+        rows: Sequence[RankedRow],
+        fed: Sequence[FedRow],
+        before_all: int,
+        addresses: library.Pass,
+        num_steps: int = 1,
+    ) -> None:
+        structures, fed_structures = (library.RankedRowStructure * len(rows))(), (library.FedRowStructure * len(fed))()
+        kept: list[object] = [head, vocab_M, addresses]
+        for index, row in enumerate(rows):
+            slots, least_chances = as_longs(row.slots), array("d", row.least_chances)
+            shares = array("d", [*row.shares[0], *row.shares[1]])
+            assert len(slots) > row.root_position + row.max_nodes, "a node has no slot"
+            assert len(least_chances) == row.max_nodes
+            assert len(shares) == 2 * library.NUM_SHARES
+            pointers = library.address_of(slots), library.address_of(shares), library.address_of(least_chances)
+            structures[index] = _structure(row, *pointers)
+            kept += slots, shares, least_chances, row.texts
+        trees_fed: list[int] = []
+        for index, one in enumerate(fed):
+            fed_ids, slots, tree = as_longs(one.token_ids), as_longs(one.slots), -1 if one.tree is None else one.tree
+            begins = library.address_of(fed_ids), library.address_of(slots)
+            fed_structures[index] = library.FedRowStructure(len(fed_ids), one.first_position, *begins, tree)
+            kept += fed_ids, slots
+            if tree >= 0:
+                trees_fed.append(tree)
+        assert sorted(trees_fed) == [*range(len(rows))]
+        self._kept = kept
+        self.inputs = library.GrowthStructure(
+            *(ctypes.pointer(head), vocab_M.data_ptr(), structures, len(rows), fed_structures, len(fed), before_all),
+            ctypes.pointer(addresses),
         )
-        of_tree, given_parent = (tuple(chances[start + first : start + end]) for start in (0, most))
-        trees.append(
-            GrownTree(
-                *(parents, token_ids, places, keeps_slot, by_age[:-1], origins[:-1], of_tree, given_parent, num_rounds_of_tree)
+        self.num_trees, self.most_nodes = len(rows), sum(1 + row.max_nodes for row in rows)
+        most, most_rounds = self.most_nodes, max((row.depth for row in rows), default=1)
+        self._counts, self._rounds = (library.empty_array("q", num_steps * len(rows)) for _ in range(2))
+        self._nodes = library.empty_array("q", num_steps * 6 * most)
+        self._chances = library.empty_array("d", num_steps * 2 * most)
+        places = num_steps * most
+        self._tokens = np.empty((places, library.NUM_SCORES + 1), dtype=np.int64)
+        self._odds = np.empty((places, library.NUM_SCORES), dtype=np.float32)
+        self._noise = np.empty((places, library.NUM_SCORES), dtype=np.float64)
+        self._fed, self._num_fed = (library.Fed * (num_steps * most_rounds))(), library.empty_array("q", num_steps)
+        self.results = library.GrownTreesStructure(
+            *(most, most_rounds),
+            *map(library.address_of, (self._counts, self._rounds, self._nodes, self._chances)),
+            *(library.address(self._tokens), library.address(self._odds), library.address(self._noise)),
+            *(self._fed, library.address_of(self._num_fed)),
+        )
+
+    def run(self) -> None:
+        """Feed the head, and grow the trees of one step."""
+        library.library().latebranch_grow(ctypes.byref(self.inputs), ctypes.byref(self.results), library.num_threads())
+
+    def trees(self, step: int = 0) -> GrownTrees:
+        """Return the trees of a step that has run."""
+        most, num_trees = self.most_nodes, self.num_trees
+        own, first_node, first_chance = slice(step * num_trees, (step + 1) * num_trees), step * 6 * most, step * 2 * most
+        places = slice(step * most, (step + 1) * most)
+        trees = []
+        ends = pairwise(accumulate(self._counts[own], initial=0))
+        for (first, end), num_rounds in zip(ends, self._rounds[own], strict=True):
+            parents, token_ids, offers, keeps_slot, by_age, origins = (
+                tuple(self._nodes[start + first : start + end]) for start in range(first_node, first_node + 6 * most, most)
             )
-        )
-    return GrownTrees(trees, offers, of_rounds[:num_rounds])
+            of_tree, given_parent = (
+                tuple(self._chances[start + first : start + end]) for start in (first_chance, first_chance + most)
+            )
+            trees.append(
+                GrownTree(*(parents, token_ids, offers, keeps_slot, by_age[:-1], origins[:-1], of_tree, given_parent, num_rounds))
+            )
+        first_round = step * self.results.most_rounds
+        fed = self._fed[first_round : first_round + self._num_fed[step]]
+        return GrownTrees(trees, Offers(self._tokens[places], self._odds[places], self._noise[places]), fed)
 
 
 def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> library.RankedRowStructure:

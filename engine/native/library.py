@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 SILU, GELU_TANH = 0, 1  # activations
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")  # of a decoder layer
 NUM_SCORES = 64  # best tokens of a node whose probabilities are compared: the others weigh nothing (ranked_tree.h)
-LAYOUT = 8  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
+LAYOUT = 9  # version of the interface, for changes that no structure's size shows (ranked_tree.h)
 NUM_RATES = 300  # 3 sources, 10 classes of lengths, 5 of shares, 2 sums each (texts.h)
 NUM_SHARES = 9  # intervals of probabilities: their edges are engine.draft.trees.calibration's (kShareEdges)
 
@@ -167,6 +167,56 @@ class Fed(Structure):
     _fields_ = (("num_tokens", c_int64), ("num_queried", c_int64))
 
 
+class GrowthStructure(Structure):
+    """What the trees of a step grow from."""
+
+    _fields_ = (
+        ("head", POINTER(Decoder)),
+        ("tokens", c_void_p),
+        ("rows", POINTER(RankedRowStructure)),
+        ("num_rows", c_int64),
+        ("fed_rows", POINTER(FedRowStructure)),
+        *((name, c_int64) for name in ("num_fed_rows", "before_all")),
+        ("addresses", POINTER(Pass)),
+    )
+
+
+class GrownTreesStructure(Structure):
+    """Memory for the trees of one step or of several."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("most", "most_rounds")),
+        *((name, c_void_p) for name in ("counts", "rounds", "nodes", "chances", "tokens", "odds", "noise")),
+        ("fed", POINTER(Fed)),
+        ("num_fed", c_void_p),
+    )
+
+
+class DraftedRowStructure(Structure):
+    """A sequence of drafting steps in a row."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("tree", "root_token", "root_position")),
+        ("slots", c_void_p),
+        ("num_remaining", c_int64),
+        ("seed", c_uint64),
+        ("inverse_temperature", c_float),
+        ("truncation", c_double * 3),
+        ("stop_token_ids", c_void_p),
+        ("num_stops", c_int64),
+    )
+
+
+class DraftStepsStructure(Structure):
+    """Drafting steps in a row (steps.h), and what becomes of their sequences."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("most", "num_rows", "most_nodes")),
+        ("rows", POINTER(DraftedRowStructure)),
+        *((name, c_void_p) for name in ("paths", "lengths", "extras", "num_learned", "is_sure", "seconds")),
+    )
+
+
 class RequestTextsStructure(Structure):
     """The texts of a request, and the tokens at the end of its history."""
 
@@ -184,7 +234,8 @@ class RequestTextsStructure(Structure):
 # In the order in which the library reports their sizes.
 _MIRRORED: tuple[type[Structure], ...] = (
     *(Linear, Layer, Decoder, Pass, RankedRowStructure, RequestTextsStructure, Walked, FeaturesStructure, FedRowStructure, Fed),
-    *(LowRankStructure, AdaptedLayer, StepsStructure),
+    *(LowRankStructure, AdaptedLayer, StepsStructure, GrowthStructure, GrownTreesStructure),
+    *(DraftedRowStructure, DraftStepsStructure),
 )
 
 # Arguments and result of each function.
@@ -201,10 +252,11 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "latebranch_walk": ([c_void_p, c_int64, POINTER(Walked), c_int64, c_int], None),
     "latebranch_rank": ([c_void_p, c_int64, c_int64, *[c_void_p] * 5, c_int64, *[c_void_p] * 3, c_int], None),
     "latebranch_mix": ([c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p], None),
-    "latebranch_grow": (
+    "latebranch_grow": ([POINTER(GrowthStructure), POINTER(GrownTreesStructure), c_int], None),
+    "latebranch_draft_steps": (
         [
-            *(POINTER(Decoder), c_void_p, POINTER(RankedRowStructure), c_int64, POINTER(FedRowStructure), c_int64, c_int64),
-            *(POINTER(Pass), c_int64, *[c_void_p] * 7, POINTER(Fed), c_int),
+            *(POINTER(Decoder), POINTER(Pass), POINTER(GrowthStructure), POINTER(GrownTreesStructure)),
+            *(POINTER(DraftStepsStructure), c_int),
         ],
         c_int64,
     ),

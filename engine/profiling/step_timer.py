@@ -17,6 +17,7 @@ from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import Expansion, TokenTree
 from engine.core.types import ModelInfo, Request, SamplingParams
 from engine.draft.drafter import Drafter
+from engine.draft.trees.native_growth import HasNativeGrower
 from engine.engine import Engine
 from engine.model.passes import NO_DRAWS
 from engine.model.target import Target
@@ -55,8 +56,13 @@ class StepTimer:
 
     @property
     def longest_run_s(self) -> float:
-        """Seconds for which steps of plain decoding run in a row; 0 if each is a call of its own."""
+        """Seconds for which steps run in a row; 0 if each is a call of its own."""
         return LONGEST_RUN_S if self._target.runs_steps else 0.0
+
+    @property
+    def drafts_run(self) -> bool:
+        """Whether steps with drafts of greedy and coupled rows run in a row too."""
+        return isinstance(self._drafter, HasNativeGrower) and self._drafter.native_grower() is not None
 
     @property
     def facts(self) -> dict[str, str]:

@@ -42,6 +42,16 @@ class RowResult(msgspec.Struct, frozen=True):
     drafted_len: int
 
 
+class MostSteps(msgspec.Struct, frozen=True):
+    """The most steps in a row, if all rows decode plainly and if some draft."""
+
+    plain: int = 1
+    drafting: int = 1
+
+
+ONE_STEP = MostSteps()
+
+
 class Emission(msgspec.Struct, frozen=True):
     """Output tokens of one sequence, cut at stop tokens and limits, and the finish reason if it ends."""
 
@@ -229,7 +239,7 @@ class Scheduler:
         most_tokens: int | None = None,
         keeps_up: bool = True,
         growth_costs: GrowthCosts = FREE_GROWTH,
-        most_steps: int = 1,
+        most_steps: MostSteps = ONE_STEP,
     ) -> StepPlan:
         """Turn the wanted expansions, one for each of `views`, into rows within the token budget and the slots, oldest first.
 
@@ -244,7 +254,7 @@ class Scheduler:
         rows: list[Row] = []
         num_preempted, draft_feed = 0, max_tokens
         most_behind = self._most_behind(sequences, trees) if keeps_up else None
-        num_steps = self._num_steps(sequences, trees, most_steps) if most_steps > 1 else 1
+        num_steps = 1 if most_steps is ONE_STEP else self._num_steps(sequences, trees, most_steps)
         self._step += 1
         for sequence, tree, share in zip(sequences, trees, shares, strict=True):
             if sequence not in self._running:  # preempted to make room for an older one
@@ -253,7 +263,7 @@ class Scheduler:
             num_preempted += self._make_room(sequence, share.num_certain)
             if sequence in self._running:
                 draft_ids = self._draft_feed(sequence, share.num_certain, tree, expansion, most_behind)
-                draft_ids, num_later = draft_ids[:draft_feed], num_steps - 1
+                draft_ids, num_later = draft_ids[:draft_feed], (num_steps - 1) * (1 + expansion.max_depth)
                 rows.append(self._row(sequence, share.num_certain, expansion, draft_ids, growth_costs, num_later))
                 draft_feed -= len(rows[-1].draft_ids)
         num_prefix_queries, num_prefix_hits, self._num_prefix_queries, self._num_prefix_hits = (
@@ -264,19 +274,22 @@ class Scheduler:
         )
         return StepPlan(self._step, tuple(rows), num_preempted, num_prefix_queries, num_prefix_hits, num_steps)
 
-    def _num_steps(self, sequences: SequenceOf[Sequence], trees: SequenceOf[Expansion], most: int) -> int:
-        """Return how many steps can run in a row: several if every sequence decodes plainly and the host has no other work.
+    def _num_steps(self, sequences: SequenceOf[Sequence], trees: SequenceOf[Expansion], most: MostSteps) -> int:
+        """Return how many steps can run in a row: several if every sequence decodes and the host has no other work.
 
-        No sequence reaches its limit before the last step.
+        No sequence that decodes plainly reaches its limit before the last step. Sequences that draft end a run themselves.
         """
+        are_plain = all(tree.is_plain for tree in trees)
+        most_steps = most.plain if are_plain else most.drafting
         may_admit = bool(self._waiting) and len(self._running) < self._config.max_running
-        is_alone = len(sequences) == len(self._running) and not may_admit and not self.traces_all
-        if not (is_alone and all(tree.is_plain for tree in trees)):
+        if most_steps == 1 or len(sequences) < len(self._running) or may_admit or self.traces_all:
             return 1
         if any(sequence.needs_host or sequence.num_uncached > 1 for sequence in sequences):
             return 1
         num_remaining = min((sequence.num_remaining for sequence in sequences), default=1)
-        return max(1, min(most, num_remaining, self.num_free // max(1, len(sequences))))
+        num_free = self.num_free - sum(tree.num_draft_tokens for tree in trees)
+        num_slots = sum(1 + tree.max_depth for tree in trees)  # of each step after the first
+        return max(1, min(most_steps, num_remaining, num_free // max(1, num_slots)))
 
     def _permitted(self, sequence: Sequence, expansion: Expansion) -> Expansion:
         """Return the tree for a sequence: its request's if set, else the policy's, fitted to the verifier and to its limits.

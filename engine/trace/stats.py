@@ -97,8 +97,8 @@ class RowOutcome(msgspec.Struct, frozen=True):
 class StepRecord:
     """The whole record of a step: its plan, the policy's choice, the outcomes of the decoding rows, and seconds by stage.
 
-    Trees grew in `num_draft_rounds` rounds with `draft_passes` of the draft model. `num_steps` ran in a row: several only if all
-    rows decode plainly.
+    Trees grew in `num_draft_rounds` rounds with `draft_passes` of the draft model. `num_steps` ran in a row. If they decode plainly,
+    a row has one outcome for all of them. Else `parts` has a record of each, whose `num_calls` is its part of the call.
     """
 
     plan: StepPlan
@@ -108,12 +108,14 @@ class StepRecord:
     outcomes: tuple[RowOutcome, ...]
     laps: dict[str, float]
     num_steps: int = 1
+    parts: tuple["StepRecord", ...] = ()
+    num_calls: float = 1.0
 
     @property
     def num_target_tokens(self) -> int:
-        """Packed tokens of the target's forward, in a run of the first step's."""
+        """Packed tokens of the target's passes."""
         certain = sum([len(row.certain_ids) for row in self.plan.rows])
-        return certain + sum([outcome.num_drafted for outcome in self.outcomes])
+        return self.num_steps * certain + sum([outcome.num_drafted for outcome in self.outcomes])
 
     @property
     def num_emitted(self) -> int:
@@ -135,9 +137,9 @@ class CommittedRecord:
         return self.record.num_steps
 
     @property
-    def feedback(self) -> StepFeedback:
-        """The costs and outcomes of the step."""
-        return feedback_of(self.record)
+    def feedbacks(self) -> list[StepFeedback]:
+        """The costs and outcomes of the step: of each step with drafts, of the first of several that decode plainly."""
+        return [feedback_of(one) for one in self.record.parts or (self.record,)]
 
     @property
     def endings(self) -> dict[str, Ending]:
@@ -199,14 +201,14 @@ def _work_of(record: StepRecord) -> StepWork:
     passes = record.draft_passes
     return StepWork(
         num_rows=len(rows),
-        num_tokens=record.num_target_tokens,
+        num_tokens=record.num_target_tokens // record.num_steps,
         num_drawn=num_drawn,
         num_keys=num_keys,
         num_scores=num_scores,
         num_passes=passes.num_passes,
         num_draft_tokens=passes.num_fed,
         num_rounds=record.num_draft_rounds,
-        num_calls=1.0 / record.num_steps,
+        num_calls=record.num_calls / record.num_steps,
     )
 
 
@@ -220,8 +222,8 @@ def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepSt
 
     One loop, because Python functions that ran before the target's pass are slow: the pass has emptied the processor's caches.
     """
-    laps, rows, num_steps = record.laps, record.plan.rows, record.num_steps
-    num_target_tokens = num_steps * record.num_target_tokens
+    laps, rows, num_steps, num_decoding = record.laps, record.plan.rows, record.num_steps, len(record.plan.decoding)
+    num_target_tokens = record.num_target_tokens
     num_draft_tokens = num_undraftable = num_expected = num_realised = 0
     expected_tokens, accepted = 0.0, list[int]()
     labels: dict[int, str] = {}  # of equal objects, since creating a label is slow
@@ -229,14 +231,16 @@ def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepSt
     drafted_by_source: dict[str, int] = {}
     accepted_by_source: dict[str, int] = {}
     num_drafts = 0
-    for outcome in record.outcomes:
-        expansion, num_drafted, expected = outcome.row.expansion, outcome.num_drafted, outcome.expected_tokens
+    for row in record.plan.decoding:
+        expansion = row.expansion
         if (label := labels.get(id(expansion))) is None:
             label = labels[id(expansion)] = expansion.label
         expansions[label] = expansions.get(label, 0) + 1
-        num_undraftable += not outcome.row.allows_drafts
+        num_undraftable += not row.allows_drafts
+    for outcome in record.outcomes:
+        num_drafted, expected = outcome.num_drafted, outcome.expected_tokens
         if expected is not None and isinstance(outcome.verdict, Verdict):
-            num_expected, num_realised = num_expected + 1, num_realised + len(outcome.verdict.path)
+            num_expected, num_realised = num_expected + outcome.num_steps, num_realised + len(outcome.verdict.path)
             expected_tokens += expected
         if num_drafted:
             num_drafts, num_draft_tokens = num_drafts + 1, num_draft_tokens + num_drafted
@@ -258,7 +262,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepSt
         num_drafts=num_drafts,
         num_draft_tokens=num_draft_tokens,
         num_accepted_tokens=sum(accepted),
-        num_decoding_rows=len(record.outcomes),
+        num_decoding_rows=num_decoding,
         num_undraftable_rows=num_undraftable,
         num_target_tokens=num_target_tokens,
         num_read_bytes=num_steps * target.traffic.num_bytes(sum([row.end for row in rows])) if rows else 0,
@@ -268,7 +272,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepSt
         expansions=expansions,
         drafted_by_source=drafted_by_source,
         accepted_by_source=accepted_by_source,
-        num_expected_rows=num_steps * num_expected,
+        num_expected_rows=num_expected,
         expected_tokens=expected_tokens,
         num_realised_tokens=num_realised,
         draft_s=laps["draft"],

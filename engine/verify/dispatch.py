@@ -232,7 +232,7 @@ class PassWalks:
         found: list[Verdict | None] = [None] * len(rows)
         for index, walked in zip(self.indices, self.walks.paths(), strict=True):
             if walked is not None:
-                found[index] = _verdict_of(rows[index], walked.path, walked.extra_id)
+                found[index] = verdict_of(rows[index], walked.path, walked.extra_id)
         return found
 
     def chains(self, rows: Sequence[Row], roots: Forest) -> tuple[Forest, list[Verdict | VerificationFailure]]:
@@ -240,11 +240,12 @@ class PassWalks:
         assert self.walks.steps is not None
         tokens, path = self.walks.steps.tokens(), tuple(range(self.num_steps))
         trees = tuple(TokenTree.chain((*row.certain_ids, *ids[:-1])) for row, ids in zip(rows, tokens, strict=True))
-        verdicts = [_verdict_of(row, path, ids[-1]) for row, ids in zip(rows, tokens, strict=True)]
+        verdicts = [verdict_of(row, path, ids[-1]) for row, ids in zip(rows, tokens, strict=True)]
         return Forest(trees, roots.draft_probs_RV, ((None,) * len(path),) * len(trees)), [*verdicts]
 
 
-def _verdict_of(row: Row, path: tuple[int, ...], extra_id: int) -> Verdict:
+def verdict_of(row: Row, path: tuple[int, ...], extra_id: int) -> Verdict:
+    """Return the verdict of a tree that the library has followed."""
     is_coupled = row.verifier == Coupled.name and not row.sampling.is_greedy
     return Verdict(path, extra_id, None if is_coupled else float(len(path)))
 

@@ -166,7 +166,7 @@ def test_shared_calls_are_learnt():
             costs.observe(work(1)._replace(num_calls=1.0 / num_steps), 0.0, 0.008 + 0.002 / num_steps)
     costs.longest_run_s = 0.04
     assert costs.step_s(work(1)) == pytest.approx(0.010, rel=0.02)
-    assert costs.saved_s(0.010) == pytest.approx(0.0015, rel=0.2)
+    assert costs.saved_s(np.array(0.010)) == pytest.approx(0.0015, rel=0.2)
 
 
 @pytest.mark.parametrize("rest", [[1.0], [0.0] * cost.NUM_REST, [math.nan] * cost.NUM_REST])

@@ -44,6 +44,7 @@ class PaperBench:
     counts: dict[PassSize, int] = field(default_factory=dict)
     num_steps: int = 0
     longest_run_s: float = 0.0
+    drafts_run: bool = False
 
     @property
     def facts(self) -> dict[str, str]:

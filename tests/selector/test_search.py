@@ -145,6 +145,16 @@ def test_steps_in_a_row_share_a_call(longest_run_s: float, drafts: bool):
     assert found.plain.seconds == pytest.approx(1.1 - 0.1 * (1 - 1 / max(1, longest_run_s)), abs=1e-3)
 
 
+@pytest.mark.parametrize("drafts_run", [False, True])
+def test_steps_with_drafts_share_calls_too(drafts_run: bool):
+    """If they run in a row as well, the same tree pays again: two of its steps fit where two plain ones do."""
+    model = CostModel([1.0, *[1e-6] * 14, 0.1], [1e-6, 0.01, 1e-6, 1e-6])
+    model.longest_run_s = 2.5
+    load = replace(load_of(1), drafts_run=drafts_run)
+    found = search([0.047], model, allowed=[[True, True, *[False] * 4]], load=load)
+    assert (found.best().places != (0,)) == drafts_run
+
+
 def test_plain_decoding_is_the_first_entry():
     one = search([0.2, 0.9], costs((0.1,), 0.1))
     assert one.plain == step_of(one, (0, 0))

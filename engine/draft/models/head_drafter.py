@@ -15,6 +15,7 @@ Shape key: T packed tokens, P proposals, S slots, D target width, W inner width,
 """
 
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 from jaxtyping import Float, Int
@@ -38,7 +39,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap, place_after
 from engine.model.linear_backends import NATIVE
-from engine.native.growth import FedRow, GrownTrees, RankedRow
+from engine.native.growth import FedRow, NativeGrowth, RankedRow
 
 
 class HeadDrafter:
@@ -149,13 +150,17 @@ class HeadDrafter:
         """Return the grower of ranked trees if the library runs the head and no canary must check each pass."""
         if self._has_canary or not isinstance(self._head, NativeHead):
             return None
-        return NativeTreeGrower(self._grow_trees, self._vocab, self.fed_only_share)
+        return NativeTreeGrower(self._growth, self._vocab, self.fed_only_share)
 
-    def _grow_trees(self, rows: Sequence[Row], ranked: Sequence[RankedRow], request_ids: Sequence[str]) -> GrownTrees:
+    def _growth(self, rows: Sequence[Row], ranked: Sequence[RankedRow], num_steps: int = 1) -> NativeGrowth:
         assert isinstance(self._head, NativeHead)
-        tree_of = {request_id: tree for tree, request_id in enumerate(request_ids)}
-        fed = [FedRow(row.draft_ids, row.draft_len, row.slots, tree_of.get(row.request_id)) for row in rows if row.draft_ids]
-        return self._head.grown_trees(self._pool, fed, ranked, self._cache, self._vocab.ids_M)
+        places = count()
+        fed = [
+            FedRow(row.draft_ids, row.draft_len, row.slots, next(places) if row.is_drafting else None)
+            for row in rows
+            if row.draft_ids
+        ]
+        return self._head.growth(self._pool, fed, ranked, self._cache, self._vocab.ids_M, num_steps)
 
     def _slots_before(self, row: Row) -> Sequence[int]:
         """Return the slots that the row's committed tokens read."""

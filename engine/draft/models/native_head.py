@@ -23,7 +23,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.model.linear_backends import linear_of
 from engine.native import library
 from engine.native.decoder_pass import Features, Runner, SlotStates, Tables
-from engine.native.growth import FedRow, GrownTrees, RankedRow, grown_trees
+from engine.native.growth import FedRow, NativeGrowth, RankedRow
 from engine.native.linear import NativeLinear
 from engine.utils.host_transfer import integers
 from engine.utils.rotary_table import RotaryTable
@@ -129,17 +129,23 @@ class NativeHead:
         rotations, slot_states = [self._rotations.below(fed.batch.end)], SlotStates(pool_SW, previous_T)
         return self._runner.run(fed.batch, cache, rotations, places_P, slot_states=slot_states, features=features).logits_NM
 
-    def grown_trees(
-        self, pool: FeaturePool, fed: Sequence[FedRow], rows: Sequence[RankedRow], cache: KVCache, vocab_M: Int[Tensor, " M"]
-    ) -> GrownTrees:
-        """Feed committed tokens, and grow the rows' trees."""
+    def growth(
+        self,
+        pool: FeaturePool,
+        fed: Sequence[FedRow],
+        rows: Sequence[RankedRow],
+        cache: KVCache,
+        vocab_M: Int[Tensor, " M"],
+        num_steps: int = 1,
+    ) -> NativeGrowth:
+        """Return the growth of the rows' trees, in one step or in several, which begins with feeding committed tokens."""
         pool_SW = pool.rows_SW
-        end = max(row.root_position + row.depth + 1 for row in rows)
+        end = max(len(row.slots) if num_steps > 1 else row.root_position + row.depth + 1 for row in rows)
         end = max(end, *(row.first_position + len(row.token_ids) for row in fed))
         rotations = [self._rotations.below(end)]
         addresses = self._runner.shared_addresses(cache, rotations, pool_SW)
         addresses.features = ctypes.pointer(self._features.structure)
-        return grown_trees(self._runner.structure, vocab_M, rows, fed, pool.zero_row, addresses)
+        return NativeGrowth(self._runner.structure, vocab_M, rows, fed, pool.zero_row, addresses, num_steps)
 
     def _rotation(self, positions_N: Int[Tensor, " N"]) -> Tables:
         cosines, sines = self._shape.rotary(positions_N)

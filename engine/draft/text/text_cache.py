@@ -135,8 +135,17 @@ class TextCache:
         if own is None:
             return None
         assert isinstance(own, NativeTexts)
-        own.set_tokens(row.history[-MAX_CONTEXT:])
+        tracked = self._tracked.get(row.request_id)
+        num_new = 0 if tracked is None else tracked.num_unlearned
+        own.set_tokens(row.history[-MAX_CONTEXT - num_new :], num_new)
         return own
+
+    def note_learned(self, request_id: str, num_tokens: int, is_sure: bool) -> None:
+        """Record that the library has learned this many further tokens, and whether a source is sure of the token after them."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and num_tokens:
+            tracked.num_learned += num_tokens
+            tracked.is_sure, tracked.num_sure = is_sure, tracked.num_learned
 
     def _queried_texts(self, row: Row) -> RequestTexts | None:
         tracked = self._tracked.get(row.request_id)

@@ -1,4 +1,4 @@
-"""Grows a step's trees in one call of the native library: the trees of engine.draft.trees.best_first.
+"""Grows a step's trees in one call of the native library: the trees of engine.draft.trees.best_first. Runs steps in a row.
 
 Supports noise-aware trees and chains of greedy and coupled rows without logit edits and typical-p, for a draft head that the
 library runs. All other trees grow in engine.draft.trees.grow.
@@ -7,9 +7,11 @@ library runs. All other trees grow in engine.draft.trees.grow.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from engine.core.enums import DraftSource
+from engine.core.sampling_limits import MIN_TEMPERATURE
 from engine.core.step_plan import Row
 from engine.core.tree import FREE_GROWTH, TokenTree, TreeKind
 from engine.draft.drafter import ModelPasses, TrimmedVocabulary
@@ -18,10 +20,13 @@ from engine.draft.trees.best_first import PRIOR_CONTINUED, PRIOR_EXPANDED
 from engine.draft.trees.calibration import Calibrations, RuleCalibration
 from engine.draft.trees.grower import NO_CANDIDATES, Growth, NodeValues, no_distributions
 from engine.draft.trees.sampling import RANKED_KINDS, ChildCandidates
-from engine.native.growth import IS_PREDICTED, IS_RATHER_CACHED, GrownTree, GrownTrees, Offered, Offers, RankedRow
+from engine.native.draft_steps import DraftedRow, DraftSteps
+from engine.native.growth import IS_PREDICTED, IS_RATHER_CACHED, GrownTree, GrownTrees, NativeGrowth, Offered, Offers, RankedRow
 from engine.native.texts import TextsHandle
+from engine.native.walks import WalkedPath
 from engine.sampling.distributions import is_typical, ranking_params, ranking_temperature, truncation
 from engine.structured_output.masks import GrammarMasks
+from engine.utils.host_transfer import as_longs
 from engine.verify.forest import Forest
 
 # By the library's number of a token's origin.
@@ -33,14 +38,23 @@ _SOURCES = {
 }
 
 
+class DraftedStep(NamedTuple):
+    """A step of several in a row: its trees, the path of each, and the seconds of growing them and of the target's pass."""
+
+    growth: Growth
+    paths: list[WalkedPath]
+    draft_s: float
+    target_s: float
+
+
 @dataclass(frozen=True)
 class NativeTreeGrower:
     """Grows a drafter's trees in the native library: a model with vocabulary `vocab`, and optionally cached text.
 
-    `grow_trees` takes the rows to be fed, the native rows of the trees to be grown, and the request ids of these.
+    `new_growth` takes the rows to be fed, the native rows of the trees to be grown, and the number of steps.
     """
 
-    grow_trees: Callable[[Sequence[Row], Sequence[RankedRow], Sequence[str]], GrownTrees]
+    new_growth: Callable[[Sequence[Row], Sequence[RankedRow], int], NativeGrowth]
     vocab: TrimmedVocabulary
     fed_only_share: float
     texts: TextCache | None = None
@@ -52,22 +66,61 @@ class NativeTreeGrower:
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None = None) -> Growth:
         """Feed the drafter the missing tokens and grow every decoding row's tree."""
         del grammars  # a row with a grammar edits its logits
+        growth = self._new_growth(rows, calibrations, 1)
+        growth.run()
+        return self._read([row for row in rows if row.is_decoding], growth.trees())
+
+    def start_steps(self, rows: Sequence[Row], calibrations: Calibrations, num_steps: int) -> DraftSteps:
+        """Return steps in a row, which have not run. All rows decode, their slots suffice, and the library reorders these."""
+        places = count()
+        drafted = [
+            DraftedRow(
+                tree=next(places) if row.is_drafting else None,
+                root_id=row.certain_ids[-1],
+                root_position=row.root_position,
+                slots=as_longs(row.slots),
+                num_remaining=row.num_remaining,
+                seed=row.seed,
+                temperature=0.0 if row.sampling.is_greedy else max(row.sampling.temperature, MIN_TEMPERATURE),
+                truncation=truncation(row.sampling),
+                stop_ids=row.sampling.stop_token_ids,
+            )
+            for row in rows
+        ]
+        return DraftSteps(num_steps, drafted, self._new_growth(rows, calibrations, num_steps))
+
+    def finish_steps(self, rows: Sequence[Row], steps: DraftSteps) -> list[DraftedStep]:
+        """Return the steps that ran, with each row's tree and path. Cached text has learned the tokens of some."""
+        for tree, row in enumerate(row for row in rows if row.is_drafting):
+            if self.texts is not None:
+                self.texts.note_learned(row.request_id, *steps.learned(tree))
+        drafted, root_ids = [], [row.certain_ids[-1] for row in rows]
+        for step in range(steps.num_complete):
+            growth = self._read(rows, steps.growth.trees(step), root_ids)
+            paths = steps.paths(step, [tree.num_nodes for tree in growth.forest.trees])
+            drafted.append(DraftedStep(growth, paths, *steps.seconds(step)))
+            root_ids = [path.extra_id for path in paths]
+        return drafted
+
+    def _new_growth(self, rows: Sequence[Row], calibrations: Calibrations, num_steps: int) -> NativeGrowth:
         drafting = [row for row in rows if row.is_drafting]
         texts = [None if self.texts is None else self.texts.native_texts(row) for row in drafting]
         native_rows = [_native_row(row, calibrations.of(row), own) for row, own in zip(drafting, texts, strict=True)]
-        trees, proposals, fed = self.grow_trees(rows, native_rows, [row.request_id for row in drafting])
-        passes = [ModelPasses.one(one.num_tokens, one.num_queried, self.fed_only_share) for one in fed if one.num_tokens]
-        grown = iter(zip(drafting, trees, strict=True))
+        return self.new_growth(rows, native_rows, num_steps)
+
+    def _read(self, rows: Sequence[Row], grown: GrownTrees, root_ids: Sequence[int] | None = None) -> Growth:
+        """Return the trees of a step with these decoding rows. `root_ids` are those of a later step."""
+        passes = [ModelPasses.one(one.num_tokens, one.num_queried, self.fed_only_share) for one in grown.fed if one.num_tokens]
+        trees = iter(grown.trees)
         of_rows = [
-            _RowGrowth(TokenTree.single(row.certain_ids[-1])) if row.expansion.is_plain else _row_growth(*next(grown), proposals)
-            for row in rows
-            if row.is_decoding
+            _row_growth(row, root_id, next(trees), grown.offers) if row.is_drafting else _RowGrowth(TokenTree.single(root_id))
+            for row, root_id in zip(rows, root_ids or [row.certain_ids[-1] for row in rows], strict=True)
         ]
         trees_of_rows, fed_nodes, candidates, sources, draft_probs, rounds, values = zip(*of_rows, strict=True)
         no_probs = no_distributions(self.vocab.size, self.vocab.ids_M.device)
         forest = Forest(trees_of_rows, no_probs, tuple([(None,) * tree.num_nodes for tree in trees_of_rows]))
         all_passes = sum(passes, start=ModelPasses())
-        return Growth(forest, fed_nodes, candidates, sources, draft_probs, rounds, values, len(fed), all_passes)
+        return Growth(forest, fed_nodes, candidates, sources, draft_probs, rounds, values, len(grown.fed), all_passes)
 
 
 @runtime_checkable
@@ -97,11 +150,11 @@ class _RowGrowth(NamedTuple):
     node_values: NodeValues | None = None
 
 
-def _row_growth(row: Row, grown: GrownTree, proposals: Offers) -> _RowGrowth:
+def _row_growth(row: Row, root_id: int, grown: GrownTree, proposals: Offers) -> _RowGrowth:
     draws: list[list[int]] = [[] for _ in grown.parents]
     for node in grown.by_age:
         draws[grown.parents[node]].append(node)
-    tree = TokenTree(grown.parents, (row.certain_ids[-1], *grown.token_ids[1:]), tuple(map(tuple, draws)))
+    tree = TokenTree(grown.parents, (root_id, *grown.token_ids[1:]), tuple(map(tuple, draws)))
     fed = frozenset([node for node, keeps in enumerate(grown.keeps_slot) if keeps])
     sources = tuple([_SOURCES[origin] for origin in grown.origins])
     candidates = _LazyCandidates(proposals, grown.offers)

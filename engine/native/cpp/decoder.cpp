@@ -39,10 +39,14 @@ void latebranch_sizes(int64_t* sizes) {
   sizes[10] = sizeof(LowRank);
   sizes[11] = sizeof(AdaptedLayer);
   sizes[12] = sizeof(Steps);
-  sizes[13] = kScores;
-  sizes[14] = kShares;
-  sizes[15] = kNumRates;
-  sizes[16] = kLayout;
+  sizes[13] = sizeof(Growth);
+  sizes[14] = sizeof(GrownTrees);
+  sizes[15] = sizeof(DraftedRow);
+  sizes[16] = sizeof(DraftSteps);
+  sizes[17] = kScores;
+  sizes[18] = kShares;
+  sizes[19] = kNumRates;
+  sizes[20] = kLayout;
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
@@ -169,31 +173,15 @@ void latebranch_mix(const float* model, int64_t num_known, const int64_t* rows, 
   }
 }
 
-// Grow trees of ranked rows (growth.h) with `pass`'s caches. The most nodes of all trees, roots included, are `most`.
-// `counts` [trees]: nodes of each tree; `rounds` [trees]: rounds of each. `nodes` [6, most], tree after tree: parents,
-// tokens, places of offers (-1: none), whether a node keeps its slot, the nodes by age, and the nodes' origins (both
-// without the root, a tree's last entry is unused). `chances` [2, most]: acceptance probabilities, and uncorrected ones
-// given the parent. For each place of an offer: `tokens` [most, kScores + 1], the last their number, `odds` and `noise`
-// [most, kScores]. `fed` has the counts of each round; return their number.
-int64_t latebranch_grow(const Decoder* head, const int64_t* vocabulary, const RankedRow* rows, int64_t num_rows,
-                        const FedRow* fed_rows, int64_t num_fed_rows, int64_t before_all, const Pass* pass,
-                        int64_t most, int64_t* counts, int64_t* rounds, int64_t* nodes, double* chances,
-                        int64_t* tokens, float* odds, double* noise, Fed* fed, int num_threads) {
-  const Growing growing(*head, vocabulary, rows, num_rows, fed_rows, num_fed_rows, before_all, *pass, num_threads);
-  int64_t first = 0;
-  for (const RankedTree& tree : growing.trees()) {
-    int64_t* of = nodes + first;
-    const int64_t count = tree.finish(of, of + most, of + 2 * most, of + 3 * most, of + 4 * most, of + 5 * most,
-                                      chances + first, chances + most + first);
-    *counts++ = count;
-    first += count;
-  }
-  std::copy(growing.rounds().begin(), growing.rounds().end(), rounds);
-  std::copy(growing.offered_tokens().begin(), growing.offered_tokens().end(), tokens);
-  std::copy(growing.offered_odds().begin(), growing.offered_odds().end(), odds);
-  std::copy(growing.offered_noise().begin(), growing.offered_noise().end(), noise);
-  std::copy(growing.fed().begin(), growing.fed().end(), fed);
-  return growing.fed().size();
+// Grow trees of ranked rows (growth.h).
+void latebranch_grow(const Growth* growth, const GrownTrees* trees, int num_threads) {
+  trees->write(Growing(*growth, num_threads));
+}
+
+// Drafting steps in a row (steps.h). Return the number of complete steps.
+int64_t latebranch_draft_steps(const Decoder* target, const Pass* pass, const Growth* growth, const GrownTrees* trees,
+                               const DraftSteps* steps, int num_threads) {
+  return DraftRun(*target, *pass, *growth, *trees, *steps, num_threads).run();
 }
 
 // Texts by context (texts.h). The first token of a text follows `context`.

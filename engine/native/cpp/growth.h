@@ -42,19 +42,29 @@ struct Fed {
   int64_t num_tokens, num_queried;
 };
 
-// The trees of a step. The caller owns `head`, `tokens` (of the head's columns, ascending) and the rows. A token at
-// position 0 reads the slot `before_all`. `pass` has the addresses of caches; its tokens and segments are ignored.
+// What the trees of a step grow from. `tokens` are those of the head's columns, ascending. A token at position 0 reads
+// the slot `before_all`. `pass` has the addresses of caches; its tokens and segments are ignored.
+struct Growth {
+  const Decoder* head;
+  const int64_t* tokens;
+  const RankedRow* rows;
+  int64_t num_rows;
+  const FedRow* fed_rows;
+  int64_t num_fed_rows, before_all;
+  const Pass* pass;
+};
+
+// The trees of a step. The caller owns all that the growth points to.
 class Growing {
  public:
-  Growing(const Decoder& head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows, const FedRow* fed,
-          int64_t num_fed, int64_t before_all, const Pass& pass, int num_threads)
-      : head_(head),
-        tokens_(tokens),
-        trees_(rows, rows + num_rows),
-        fed_rows_(fed, fed + num_fed),
-        before_all_(before_all) {
+  Growing(const Growth& growth, int num_threads)
+      : head_(*growth.head),
+        tokens_(growth.tokens),
+        trees_(growth.rows, growth.rows + growth.num_rows),
+        fed_rows_(growth.fed_rows, growth.fed_rows + growth.num_fed_rows),
+        before_all_(growth.before_all) {
     for (set_frontier(); !frontier_.empty(); set_frontier())
-      fed_.push_back(round(pass, num_threads));
+      fed_.push_back(round(*growth.pass, num_threads));
   }
 
   const std::vector<Fed>& fed() const { return fed_; }
@@ -359,6 +369,54 @@ class Growing {
   std::vector<double> offered_noise_;    // [offers, kScores]
   std::vector<double> scores_;           // [frontier, kScores], of a round
   std::vector<int64_t> answers_;         // of the frontier: the head's row of each node, -1: none
+};
+
+// Memory for the R trees of each step, with at most `most` nodes in all, roots included, and `most_rounds` rounds.
+struct GrownTrees {
+  int64_t most, most_rounds;
+  int64_t *counts, *rounds;  // [steps, R]: nodes, and rounds of growth
+  // [steps, 6, most], tree after tree: parents, tokens, places of offers (-1: none), whether a node keeps its slot, the
+  // nodes by age, and the nodes' origins (both without the root: a tree's last entry is unused).
+  int64_t* nodes;
+  double* chances;  // [steps, 2, most]: acceptance probabilities, and uncorrected ones given the parent
+  // For each place of an offer: tokens [steps, most, kScores + 1], the last their number, and [steps, most, kScores].
+  int64_t* tokens;
+  float* odds;
+  double* noise;
+  Fed* fed;          // [steps, most_rounds]
+  int64_t* num_fed;  // [steps]: rounds
+
+  GrownTrees at(int64_t step, int64_t num_trees) const {
+    GrownTrees own = *this;
+    own.counts += step * num_trees;
+    own.rounds += step * num_trees;
+    own.nodes += step * 6 * most;
+    own.chances += step * 2 * most;
+    own.tokens += step * most * (kScores + 1);
+    own.odds += step * most * kScores;
+    own.noise += step * most * kScores;
+    own.fed += step * most_rounds;
+    own.num_fed += step;
+    return own;
+  }
+
+  // Write the trees of the first step.
+  void write(const Growing& growing) const {
+    int64_t first = 0, place = 0;
+    for (const RankedTree& tree : growing.trees()) {
+      int64_t* of = nodes + first;
+      const int64_t count = tree.finish(of, of + most, of + 2 * most, of + 3 * most, of + 4 * most, of + 5 * most,
+                                        chances + first, chances + most + first);
+      counts[place++] = count;
+      first += count;
+    }
+    std::copy(growing.rounds().begin(), growing.rounds().end(), rounds);
+    std::copy(growing.offered_tokens().begin(), growing.offered_tokens().end(), tokens);
+    std::copy(growing.offered_odds().begin(), growing.offered_odds().end(), odds);
+    std::copy(growing.offered_noise().begin(), growing.offered_noise().end(), noise);
+    std::copy(growing.fed().begin(), growing.fed().end(), fed);
+    *num_fed = growing.fed().size();
+  }
 };
 
 }  // namespace latebranch

@@ -10,7 +10,7 @@
 
 namespace latebranch {
 
-constexpr int64_t kLayout = 8;   // version of the interface, for changes that no structure's size shows
+constexpr int64_t kLayout = 9;   // version of the interface, for changes that no structure's size shows
 constexpr int64_t kScores = 64;  // best scores of a node that are compared: the others weigh nothing in their softmax
 constexpr int64_t kShares = 9;   // corrections of probabilities, by the intervals between these edges
 constexpr double kShareEdges[kShares - 1] = {0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985};

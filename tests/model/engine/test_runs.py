@@ -15,7 +15,7 @@ from engine.model.causal_lm import adopt
 from engine.model.linear_backends import NATIVE
 from engine.native.walks import Steps
 from engine.scheduler.run_pacing import RunPacing
-from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler import MostSteps, Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.slot_allocator import IntegrityError
 from engine.testing import tiny_engine, tiny_module
@@ -45,7 +45,7 @@ REQUESTS = [
 
 def engine_of(most_steps, monkeypatch, config=ROOMY, family="llama", precision="float32") -> Engine:
     """Return an engine that decodes plainly, and checks every slot that it reads."""
-    monkeypatch.setattr(RunPacing, "most_steps", lambda *_: most_steps)
+    monkeypatch.setattr(RunPacing, "most_steps", lambda *_: MostSteps(most_steps))
     return tiny_engine(native(family, precision), None, PlainDecoding(), config=config, has_canary=True)
 
 
@@ -109,7 +109,7 @@ def test_cramped_slots_give_same_texts(monkeypatch):
 
 def test_runs_beyond_free_slots_are_detected(monkeypatch):
     """The mutant: the slots of later steps are not counted."""
-    monkeypatch.setattr(Scheduler, "_num_steps", lambda self, sequences, trees, most: most)
+    monkeypatch.setattr(Scheduler, "_num_steps", lambda self, sequences, trees, most: most.plain)
     with pytest.raises((AssertionError, ValueError, IndexError, RuntimeError)):
         test_cramped_slots_give_same_texts(monkeypatch)
 
@@ -249,7 +249,7 @@ def test_prefixes_of_runs_are_cached(monkeypatch):
 async def answers(most_steps: int, monkeypatch, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what a server answers to completions, all sent at the same time."""
     tokenizer = byte_level()
-    monkeypatch.setattr(RunPacing, "most_steps", lambda *_: most_steps)
+    monkeypatch.setattr(RunPacing, "most_steps", lambda *_: MostSteps(most_steps))
     model = adopt(tiny_module("qwen2", vocab_size=len(tokenizer)), CPU, NATIVE, "float32")
     engine = InProcessEngine(lambda: tiny_engine(model, None, PlainDecoding(), config=ROOMY), ROOMY)
     async with in_process(engine, tokenizer=tokenizer) as client:

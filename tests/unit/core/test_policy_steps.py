@@ -19,7 +19,7 @@ TREE = Expansion(2, 1, 0)
 class Step:
     """A committed step without tensors."""
 
-    feedback: StepFeedback
+    feedbacks: list[StepFeedback]
     num_steps: int = 1
     endings: dict[str, Ending] = field(default_factory=dict)
     logits_NV: Tensor = field(default_factory=lambda: torch.empty(0, 0))
@@ -53,7 +53,7 @@ def ran(policy: PolicySteps, compositions, has_drafted: bool = False, most_steps
         num_steps = min(most_steps, policy.most_steps)
         unread = partial(pytest.fail, "read")
         feedback = StepFeedback(0.1, 0.9, False, 1, int(has_drafted), 0, unread, tuple, num_steps)
-        policy.after_commit(Step(feedback, num_steps))
+        policy.after_commit(Step([feedback], num_steps))
     return chose
 
 
@@ -118,6 +118,24 @@ def test_only_steps_that_ran_are_observed():
     counts = Counts(PLAINLY)
     ran(PolicySteps(counts), [number // 2 for number in range(40)])
     assert counts.num_observed == [2] * 19
+
+
+def test_each_drafting_step_of_run_is_observed():
+    """The cached choice is reused for as many steps fewer as ran."""
+    choice = ExpansionChoice((TREE,), Reason.SPECULATION_PAYS, num_steps=12)
+    counts = Counts(choice)
+    policy, most = PolicySteps(CachedChoice(counts)), []
+    for _ in range(6):
+        views = BatchViews(list, 1, 7)
+        assert policy.reused(views) is None
+        policy.choose(views)
+        most.append(policy.most_steps)
+        num_steps = min(5, policy.most_steps)
+        single = [StepFeedback(0.1, 0.9, False, 1, 1, 0, partial(pytest.fail, "read"), tuple) for _ in range(num_steps)]
+        policy.after_commit(Step(single, num_steps))
+    assert most == [8, 7, 2, 8, 7, 2]
+    assert counts.num_choices == 2
+    assert counts.num_observed == [1] * 24
 
 
 def test_reuse_without_bound_is_detected(monkeypatch):

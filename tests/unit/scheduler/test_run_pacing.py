@@ -1,4 +1,4 @@
-"""Steps in a row are bounded in time, by what steps with as many rows took."""
+"""Steps in a row are bounded in time, by what steps with as many rows took, with drafts or without."""
 
 import pytest
 
@@ -18,23 +18,35 @@ def step(num_rows: int, step_s: float, num_steps: int = 1, **given) -> StepStats
     return StepStats(1, num_rows, 0, 0, 9, step_s=step_s, **counts)
 
 
-@pytest.mark.parametrize(("step_s", "most"), [(0.001, 28), (0.006, 4), (0.013, 2), (0.015, 1), (0.1, 1)])
-def test_run_fits_in_its_time(step_s, most):
-    assert paced(step(4, step_s)).most_steps(4) == most
-    assert most == 1 or most * step_s <= LONGEST_RUN_S
+def drafting(num_rows: int, step_s: float) -> StepStats:
+    return step(num_rows, step_s, num_target_tokens=num_rows + 9, num_drafts=1, num_draft_tokens=9)
+
+
+def most_of(pacing: RunPacing, num_rows: int, at_most: int = 100) -> tuple[int, int]:
+    found = pacing.most_steps(num_rows, at_most)
+    return found.plain, found.drafting
+
+
+@pytest.mark.parametrize("share", [1 / 28, 1 / 4.5, 1 / 2.1, 1 / 1.9, 3.0])
+def test_run_fits_in_its_time(share):
+    step_s = share * LONGEST_RUN_S * 0.999
+    most = max(1, int(1 / share))
+    assert most_of(paced(step(4, step_s)), 4) == (most, 1)
+    assert most_of(paced(drafting(4, step_s)), 4) == (1, most)
+    assert most_of(paced(step(4, step_s)), 4, at_most=3) == (min(3, most), 1)
 
 
 def test_steps_of_other_kinds_are_not_measured():
-    """Nothing is known of another number of rows, of prompts and of drafts."""
-    pacing = paced(step(4, 0.001), step(2, 0.001, num_target_tokens=9), step(3, 0.001, num_drafts=1), StepStats(1, 1, 0, 0, 9))
-    assert [pacing.most_steps(num_rows) for num_rows in (0, 1, 2, 3, 4)] == [1, 1, 1, 1, 28]
+    """Nothing is known of another number of rows, and of prompts."""
+    pacing = paced(step(4, LONGEST_RUN_S / 10.5), step(2, 0.001, num_target_tokens=9), drafting(3, 0.1), StepStats(1, 1, 0, 0, 9))
+    assert [most_of(pacing, num_rows) for num_rows in (0, 1, 2, 3, 4)] == [(1, 1)] * 4 + [(10, 1)]
 
 
 def test_run_is_measured_by_its_steps():
     """The mutant, seconds of whole runs, would halve the next run again and again."""
-    pacing = paced(*[step(4, 0.024, num_steps=4)] * 30)
-    assert pacing.most_steps(4) == 4
+    pacing = paced(*[step(4, 0.9 * LONGEST_RUN_S, num_steps=4)] * 30)
+    assert most_of(pacing, 4) == (4, 1)
 
 
 def test_slower_steps_shorten_runs():
-    assert paced(step(4, 0.002), *[step(4, 0.008)] * 30).most_steps(4) == 3
+    assert most_of(paced(step(4, 0.002), *[step(4, LONGEST_RUN_S / 3.5)] * 30), 4) == (3, 1)
