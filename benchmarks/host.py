@@ -4,8 +4,8 @@
 
 Passes are timed where the library is called (the target's, and a draft head's with what grows its trees there), so that laying
 out what a pass reads, calling it and taking up what it leaves are the host's. The library's loops over the vocabulary in
-judging are separate, those of a pass that chooses tokens itself are the pass's. Several plain steps in a row count as one step
-with a part of their time. Engines step in turns over the same requests, the one with the fewest tokens next. Medians are over the
+judging are separate, those of a pass that chooses tokens itself are the pass's. Several steps in a row count as one step with a
+part of their time. Engines step in turns over the same requests, the one with the fewest tokens next. Medians are over the
 steps that have all of the load, feed no prompt, and are of the engine's most frequent kind: plain, or drafting.
 """
 
@@ -95,6 +95,9 @@ class Profiled:
         laps, native = dict(_watches[-1].laps), self._timed.taken()
         laps["report"] = seconds - sum(laps.values())
         parts = {name: sum(native[function] for function in functions) for name, functions in _PASSES.items()}
+        if in_a_row := native["latebranch_draft_steps"]:  # which reports the seconds of growing trees itself
+            parts["draft passes"] += laps["draft"]
+            parts["target's pass"] += in_a_row - laps["draft"]
         parts[_LOOPS] = sum(native[function] for function in _OF_VERIFICATION)
         parts |= {stage: laps[stage] - (parts[_WITHIN[stage]] if stage in _WITHIN else 0.0) for stage in _STAGES}
         num_steps = output.stats.num_steps

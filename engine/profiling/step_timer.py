@@ -62,7 +62,8 @@ class StepTimer:
     @property
     def drafts_run(self) -> bool:
         """Whether steps with drafts of greedy and coupled rows run in a row too."""
-        return isinstance(self._drafter, HasNativeGrower) and self._drafter.native_grower() is not None
+        grower = self._drafter.native_grower() if isinstance(self._drafter, HasNativeGrower) else None
+        return grower is not None
 
     @property
     def facts(self) -> dict[str, str]:

@@ -97,8 +97,8 @@ class RowOutcome(msgspec.Struct, frozen=True):
 class StepRecord:
     """The whole record of a step: its plan, the policy's choice, the outcomes of the decoding rows, and seconds by stage.
 
-    Trees grew in `num_draft_rounds` rounds with `draft_passes` of the draft model. `num_steps` ran in a row. If they decode plainly,
-    a row has one outcome for all of them. Else `parts` has a record of each, whose `num_calls` is its part of the call.
+    Trees grew in `num_draft_rounds` rounds with `draft_passes` of the draft model. `num_steps` ran in a row. If they decode
+    plainly, a row has one outcome for all of them. Else `parts` has a record of each, whose `num_calls` is its part of the call.
     """
 
     plan: StepPlan
