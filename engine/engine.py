@@ -127,7 +127,7 @@ class Engine:
         self._scheduler = Scheduler(config, drafter.feeding if drafter else Feeding.TARGET_CACHE)
         if target.model.has_states:
             self._scheduler.pool.on_freed_slots(target.cache.states.drop)
-        self._runs = RunPacing()
+        self._runs = RunPacing(drafts_run=self._native_grower is not None)
         self._observers += [self._scheduler.pacing, self._runs]
         self._no_logits = torch.empty((0, target.model.vocab_size))
         self._ended: list[TokenEvent] = []  # requests that ended between steps

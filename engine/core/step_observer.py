@@ -67,7 +67,10 @@ class StepObserver:
         """Receive the plan of a step before it runs. An exception fails the step."""
 
     def after_forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> None:
-        """Receive the trees of the decoding rows after the target's pass, before any slot is freed."""
+        """Receive the trees of the decoding rows after the target's pass, before any slot is freed.
+
+        Not called for drafting steps in a row. They run only if no observer watches slots.
+        """
 
     def after_commit(self, step: CommittedStep) -> None:
         """Learn from a step, in time that counts as the policy's. An exception fails the step."""

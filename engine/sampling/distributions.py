@@ -76,6 +76,11 @@ def ranking_temperature(sampling: SamplingParams) -> float:
     return max(ranking_params(sampling).temperature, MIN_TEMPERATURE)
 
 
+def walk_temperature(params: SamplingParams) -> float:
+    """Return the temperature by which the native library follows a tree, 0 for a greedy row."""
+    return 0.0 if params.is_greedy else max(params.temperature, MIN_TEMPERATURE)
+
+
 def truncation(params: SamplingParams) -> KeptTokens:
     """Return top-k, top-p and min-p for the native library."""
     return KeptTokens(params.top_k, params.top_p, params.min_p)

@@ -14,12 +14,13 @@ _MEMORY = 0.8  # decay of the average step
 class RunPacing(StepObserver):
     """Measures steps by their number of rows, and whether they draft, and bounds runs of such steps in time."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafts_run: bool = True) -> None:
+        self._drafts_run = drafts_run  # whether steps with drafts can run in a row
         self._step_s: dict[tuple[int, bool], float] = {}
 
     def most_steps(self, num_rows: int, at_most: int) -> MostSteps:
         """Return how many steps a run may have, up to `at_most`: 1 for steps like none that has been measured."""
-        return MostSteps(*(self._most(num_rows, drafts, at_most) for drafts in (False, True)))
+        return MostSteps(self._most(num_rows, False, at_most), self._most(num_rows, True, at_most if self._drafts_run else 1))
 
     def _most(self, num_rows: int, drafts: bool, at_most: int) -> int:
         step_s = self._step_s.get((num_rows, drafts))

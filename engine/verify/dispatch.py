@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.core.sampling_limits import MIN_TEMPERATURE
 from engine.core.step_plan import Row, SamplingContext
 from engine.core.tree import TokenTree
 from engine.core.types import ErrorCode, TokenLogprobs
@@ -23,7 +22,7 @@ from engine.native.walks import Steps, Walks
 from engine.sampling import device_choice
 from engine.sampling.argmax import RowArgMax, argmax_rows
 from engine.sampling.device_choice import NodeChoice, NodeDraws
-from engine.sampling.distributions import is_typical, truncates, truncation, warped_probs
+from engine.sampling.distributions import is_typical, truncates, truncation, walk_temperature, warped_probs
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers, rows_to_host
@@ -118,7 +117,7 @@ class Judge:
             verdicts = follow_all(part.trees, [target.choices[node] for node in nodes])
             return [_with_own_expectation(verdict, rows[i]) for i, verdict in zip(indices, verdicts, strict=True)]
         if rule == _NATIVE_COUPLED:
-            temperatures = [max(rows[i].sampling.temperature, MIN_TEMPERATURE) for i in indices]
+            temperatures = [walk_temperature(rows[i].sampling) for i in indices]
             truncations = [truncation(rows[i].sampling) for i in indices]
             keys = [rows[i].key for i in indices]
             verdicts = judge_coupled_natively(part.trees, target.logits_NV, nodes, temperatures, truncations, keys)
@@ -265,7 +264,7 @@ def pass_walks(rows: Sequence[Row], forest: Forest, num_steps: int = 1) -> PassW
     walks = Walks(
         trees := [forest.trees[index] for index in indices],
         [node for index in indices for node in range(offsets[index], offsets[index + 1])],
-        [0.0 if row.sampling.is_greedy else max(row.sampling.temperature, MIN_TEMPERATURE) for row in chosen],
+        [walk_temperature(row.sampling) for row in chosen],
         [() if row.sampling.is_greedy else depth_keys(tree, row.key) for tree, row in zip(trees, chosen, strict=True)],
         [truncation(row.sampling) for row in chosen],
         None if num_steps == 1 else _steps(rows, num_steps),

@@ -11,7 +11,6 @@ from itertools import count
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from engine.core.enums import DraftSource
-from engine.core.sampling_limits import MIN_TEMPERATURE
 from engine.core.step_plan import Row
 from engine.core.tree import FREE_GROWTH, TokenTree, TreeKind
 from engine.draft.drafter import ModelPasses, TrimmedVocabulary
@@ -24,7 +23,7 @@ from engine.native.draft_steps import DraftedRow, DraftSteps
 from engine.native.growth import IS_PREDICTED, IS_RATHER_CACHED, GrownTree, GrownTrees, NativeGrowth, Offered, Offers, RankedRow
 from engine.native.texts import TextsHandle
 from engine.native.walks import WalkedPath
-from engine.sampling.distributions import is_typical, ranking_params, ranking_temperature, truncation
+from engine.sampling.distributions import is_typical, ranking_params, ranking_temperature, truncation, walk_temperature
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import as_longs
 from engine.verify.forest import Forest
@@ -81,7 +80,7 @@ class NativeTreeGrower:
                 slots=as_longs(row.slots),
                 num_remaining=row.num_remaining,
                 seed=row.seed,
-                temperature=0.0 if row.sampling.is_greedy else max(row.sampling.temperature, MIN_TEMPERATURE),
+                temperature=walk_temperature(row.sampling),
                 truncation=truncation(row.sampling),
                 stop_ids=row.sampling.stop_token_ids,
             )
