@@ -6,13 +6,10 @@ Shape key: M tokens that the head knows.
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import numpy as np
+import msgspec
 from jaxtyping import Int
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.native import library
@@ -51,7 +48,7 @@ class RankedRow(NamedTuple):
     texts: TextsHandle | None = None
 
 
-class FedRow(NamedTuple):
+class FedRow(msgspec.Struct, frozen=True):
     """Committed tokens that the first round feeds to the head, from a position on.
 
     `slots` are by position, up to the last token's. `tree` is the tree whose root is the last token, if any.
@@ -63,33 +60,34 @@ class FedRow(NamedTuple):
     tree: int | None
 
 
-class Offered(NamedTuple):
+class Offered(msgspec.Struct, frozen=True, eq=False):
     """The best tokens after a node, best first, with their probabilities and noise (0 for a row without noise)."""
 
-    token_ids: NDArray[np.int64]
-    probs: NDArray[np.float32]
-    noise: NDArray[np.float64]
+    token_ids: library.Numbers
+    probs: library.Numbers
+    noise: library.Numbers
 
     def index_of(self, token_id: int) -> int | None:
         """Return the place of a token, None if it is not among the best."""
-        return next(iter((self.token_ids == token_id).nonzero()[0].tolist()), None)
+        return self.token_ids.index(token_id) if token_id in self.token_ids else None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Offers:
-    """Offers by place: tokens followed by their number, probabilities, and noise."""
+class Offers(msgspec.Struct, frozen=True, eq=False):
+    """Offers by place: NUM_SCORES tokens followed by their number, probabilities, and noise."""
 
-    tokens: NDArray[np.int64]
-    odds: NDArray[np.float32]
-    noise: NDArray[np.float64]
+    tokens: library.Numbers
+    odds: library.Numbers
+    noise: library.Numbers
 
     def at(self, place: int) -> Offered:
         """Return the offer of a place."""
-        count = self.tokens[place, -1]
-        return Offered(self.tokens[place, :count], self.odds[place, :count], self.noise[place, :count])
+        first = place * library.NUM_SCORES
+        count = self.tokens[first + place + library.NUM_SCORES]
+        end = first + count
+        return Offered(self.tokens[first + place : end + place], self.odds[first:end], self.noise[first:end])
 
 
-class GrownTree(NamedTuple):
+class GrownTree(msgspec.Struct, frozen=True):
     """A grown tree; node 0 is the root. `by_age` has the other nodes in the order in which they were offered.
 
     `offers` are the places of the nodes' offers, -1 for a node without one. `keeps_slot`: the node was fed under its final
@@ -108,7 +106,7 @@ class GrownTree(NamedTuple):
     num_rounds: int
 
 
-class GrownTrees(NamedTuple):
+class GrownTrees(msgspec.Struct, frozen=True):
     """The trees of a step, the offers of their nodes, and the counts of tokens that each round fed to the head."""
 
     trees: list[GrownTree]
@@ -129,7 +127,8 @@ def grown_trees(
     `addresses` are those of Runner.shared_addresses. A token at position 0 reads slot `before_all`. Each tree's root is the last
     token of one of the `fed` rows.
     """
-    structures, fed_structures = (library.RankedRowStructure * len(rows))(), (library.FedRowStructure * len(fed))()
+    structures = library.structures(library.RankedRowStructure, len(rows))
+    fed_structures = library.structures(library.FedRowStructure, len(fed))
     kept: list[library.Numbers] = []
     for index, row in enumerate(rows):
         slots, least_chances = as_longs(row.slots), array("d", row.least_chances)
@@ -137,44 +136,43 @@ def grown_trees(
         assert len(slots) > row.root_position + row.max_nodes, "a node has no slot"
         assert len(least_chances) == row.max_nodes
         assert len(shares) == 2 * library.NUM_SHARES
-        pointers = library.address_of(slots), library.address_of(shares), library.address_of(least_chances)
+        pointers = slots.buffer_info()[0], shares.buffer_info()[0], least_chances.buffer_info()[0]
         structures[index] = _structure(row, *pointers)
         kept += slots, shares, least_chances
     trees_fed: list[int] = []
     for index, one in enumerate(fed):
         fed_ids, slots, tree = as_longs(one.token_ids), as_longs(one.slots), -1 if one.tree is None else one.tree
-        begins = library.address_of(fed_ids), library.address_of(slots)
+        begins = fed_ids.buffer_info()[0], slots.buffer_info()[0]
         fed_structures[index] = library.FedRowStructure(len(fed_ids), one.first_position, *begins, tree)
         kept += fed_ids, slots
         if tree >= 0:
             trees_fed.append(tree)
     assert sorted(trees_fed) == [*range(len(rows))]
-    most = sum(1 + row.max_nodes for row in rows)
-    counts, nodes, chances = (library.empty_array(*one) for one in (("q", 2 * len(rows)), ("q", 6 * most), ("d", 2 * most)))
+    most = sum([1 + row.max_nodes for row in rows])
+    counts, nodes, chances = (empty := library.empty_array)("q", 2 * len(rows)), empty("q", 6 * most), empty("d", 2 * most)
     offers = Offers(
-        np.empty((most, library.NUM_SCORES + 1), dtype=np.int64),
-        np.empty((most, library.NUM_SCORES), dtype=np.float32),
-        np.empty((most, library.NUM_SCORES), dtype=np.float64),
+        empty("q", most * (library.NUM_SCORES + 1)), empty("f", most * library.NUM_SCORES), empty("d", most * library.NUM_SCORES)
     )
-    of_rounds = (library.Fed * max(row.depth for row in rows))()
-    begin = library.address_of(counts)
+    of_rounds = library.structures(library.Fed, max([row.depth for row in rows]))
+    begin = counts.buffer_info()[0]
     num_rounds = library.library().latebranch_grow(
         *(ctypes.byref(head), vocab_M.data_ptr(), structures, len(rows), fed_structures, len(fed), before_all),
-        *(ctypes.byref(addresses), most, begin, begin + 8 * len(rows), library.address_of(nodes), library.address_of(chances)),
-        *(library.address(offers.tokens), library.address(offers.odds), library.address(offers.noise)),
+        *(ctypes.byref(addresses), most, begin, begin + 8 * len(rows), nodes.buffer_info()[0], chances.buffer_info()[0]),
+        *(offers.tokens.buffer_info()[0], offers.odds.buffer_info()[0], offers.noise.buffer_info()[0]),
         *(of_rounds, library.num_threads()),
     )
-    trees = []
-    for (first, end), num_rounds_of_tree in zip(pairwise(accumulate(counts[: len(rows)], initial=0)), counts[len(rows) :]):
-        parents, token_ids, places, keeps_slot, by_age, origins = (
+    trees, first = [], 0
+    for count, num_rounds_of_tree in zip(counts[: len(rows)], counts[len(rows) :]):
+        end = first + count
+        parents, token_ids, places, keeps_slot, by_age, origins = [
             tuple(nodes[start + first : start + end]) for start in range(0, 6 * most, most)
-        )
-        of_tree, given_parent = (tuple(chances[start + first : start + end]) for start in (0, most))
+        ]
+        of_tree, given_parent = tuple(chances[first:end]), tuple(chances[most + first : most + end])
+        by_age, origins = by_age[:-1], origins[:-1]
         trees.append(
-            GrownTree(
-                *(parents, token_ids, places, keeps_slot, by_age[:-1], origins[:-1], of_tree, given_parent, num_rounds_of_tree)
-            )
+            GrownTree(parents, token_ids, places, keeps_slot, by_age, origins, of_tree, given_parent, num_rounds_of_tree)
         )
+        first = end
     return GrownTrees(trees, offers, of_rounds[:num_rounds])
 
 

@@ -316,6 +316,16 @@ def num_threads() -> int:
     return _num_threads or torch.get_num_threads()
 
 
+def structures(kind: type[Structure], count: int) -> Any:
+    """Return an array of structures for the library to read or to write to."""
+    return _array_type(kind, count)()
+
+
+@cache  # ctypes makes a type that is in use nowhere anew
+def _array_type(kind: type[Structure], count: int) -> Any:
+    return kind * count
+
+
 def address(array: NDArray[Any]) -> int:
     """Return the address of a contiguous NumPy array."""
     return int(array.__array_interface__["data"][0])

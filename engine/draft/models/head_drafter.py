@@ -153,7 +153,7 @@ class HeadDrafter:
 
     def _grow_trees(self, rows: Sequence[Row], ranked: Sequence[RankedRow], request_ids: Sequence[str]) -> GrownTrees:
         assert isinstance(self._head, NativeHead)
-        tree_of = {request_id: tree for tree, request_id in enumerate(request_ids)}
+        tree_of = dict(zip(request_ids, range(len(request_ids))))
         fed = [FedRow(row.draft_ids, row.draft_len, row.slots, tree_of.get(row.request_id)) for row in rows if row.draft_ids]
         return self._head.grown_trees(self._pool, fed, ranked, self._cache, self._vocab.ids_M)
 

@@ -134,8 +134,8 @@ class NativeHead:
     ) -> GrownTrees:
         """Feed committed tokens, and grow the rows' trees."""
         pool_SW = pool.rows_SW
-        end = max(row.root_position + row.depth + 1 for row in rows)
-        end = max(end, *(row.first_position + len(row.token_ids) for row in fed))
+        ends = [row.root_position + row.depth + 1 for row in rows]
+        end = max(*ends, *[row.first_position + len(row.token_ids) for row in fed])
         rotations = [self._rotations.below(end)]
         addresses = self._runner.shared_addresses(cache, rotations, pool_SW)
         addresses.features = ctypes.pointer(self._features.structure)

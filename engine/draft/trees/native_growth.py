@@ -7,7 +7,8 @@ library runs. All other trees grow in engine.draft.trees.grow.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from itertools import compress
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from engine.core.enums import DraftSource
 from engine.core.step_plan import Row
@@ -31,6 +32,7 @@ _SOURCES = {
     IS_PREDICTED: DraftSource.PREDICTION,
     IS_PREDICTED + IS_RATHER_CACHED: DraftSource.PREDICTION,
 }
+_ARE_CACHED = (False, True, False, True)
 
 
 @dataclass(frozen=True)
@@ -47,27 +49,31 @@ class NativeTreeGrower:
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         """Return whether the native library supports all trees of a step."""
-        return all(_is_supported(row) for row in rows if row.is_drafting)
+        return all([_is_supported(row) for row in rows if row.is_drafting])
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None = None) -> Growth:
         """Feed the drafter the missing tokens and grow every decoding row's tree."""
         del grammars  # a row with a grammar edits its logits
-        drafting = [row for row in rows if row.is_drafting]
-        texts = [None if self.texts is None else self.texts.native_texts(row) for row in drafting]
-        native_rows = [_native_row(row, calibrations.of(row), own) for row, own in zip(drafting, texts, strict=True)]
-        trees, proposals, fed = self.grow_trees(rows, native_rows, [row.request_id for row in drafting])
-        passes = [ModelPasses.one(one.num_tokens, one.num_queried, self.fed_only_share) for one in fed if one.num_tokens]
-        grown = iter(zip(drafting, trees, strict=True))
+        native_rows, ids, passes = [], [], ModelPasses()
+        for row in rows:
+            if row.is_drafting:
+                texts = None if self.texts is None else self.texts.native_texts(row)
+                native_rows.append(_native_row(row, calibrations.of(row), texts))
+                ids.append(row.request_id)
+        grown = self.grow_trees(rows, native_rows, ids)
+        for one in grown.fed:
+            if one.num_tokens:
+                passes += ModelPasses.one(one.num_tokens, one.num_queried, self.fed_only_share)
+        trees = iter(grown.trees)
         of_rows = [
-            _RowGrowth(TokenTree.single(row.certain_ids[-1])) if row.expansion.is_plain else _row_growth(*next(grown), proposals)
+            _row_growth(row, next(trees), grown.offers) if row.is_drafting else _RowGrowth(TokenTree.single(row.certain_ids[-1]))
             for row in rows
             if row.is_decoding
         ]
         trees_of_rows, fed_nodes, candidates, sources, draft_probs, rounds, values = zip(*of_rows, strict=True)
         no_probs = no_distributions(self.vocab.size, self.vocab.ids_M.device)
-        forest = Forest(trees_of_rows, no_probs, tuple([(None,) * tree.num_nodes for tree in trees_of_rows]))
-        all_passes = sum(passes, start=ModelPasses())
-        return Growth(forest, fed_nodes, candidates, sources, draft_probs, rounds, values, len(fed), all_passes)
+        forest = Forest(trees_of_rows, no_probs, tuple([(None,) * len(tree.parents) for tree in trees_of_rows]))
+        return Growth(forest, fed_nodes, candidates, sources, draft_probs, rounds, values, len(grown.fed), passes)
 
 
 @runtime_checkable
@@ -102,13 +108,13 @@ def _row_growth(row: Row, grown: GrownTree, proposals: Offers) -> _RowGrowth:
     for node in grown.by_age:
         draws[grown.parents[node]].append(node)
     tree = TokenTree(grown.parents, (row.certain_ids[-1], *grown.token_ids[1:]), tuple(map(tuple, draws)))
-    fed = frozenset([node for node, keeps in enumerate(grown.keeps_slot) if keeps])
-    sources = tuple([_SOURCES[origin] for origin in grown.origins])
+    fed = frozenset(compress(range(len(grown.parents)), grown.keeps_slot))
+    sources = tuple(map(_SOURCES.__getitem__, grown.origins))
     candidates = _LazyCandidates(proposals, grown.offers)
     draft_probs = _draft_probs(tree, candidates) if row.is_traced else ()
     if row.expansion.is_delayed:  # the calibrations do not learn from chains
         return _RowGrowth(tree, fed, NO_CANDIDATES, sources, draft_probs, grown.num_rounds)
-    are_cached = tuple([origin & IS_RATHER_CACHED > 0 for origin in grown.origins])
+    are_cached = tuple(map(_ARE_CACHED.__getitem__, grown.origins))
     values = NodeValues(grown.chances[1:], grown.given_parent[1:], are_cached)
     return _RowGrowth(tree, fed, candidates, sources, draft_probs, grown.num_rounds, values)
 
@@ -131,6 +137,11 @@ class _LazyCandidates(Mapping[int, Offered]):
         if self._indices[node] < 0:
             raise KeyError(node)
         return self._proposals.at(self._indices[node])
+
+    def get(self, node: int, default: Any = None) -> Any:
+        """Return a node's candidates, or `default` if it has none."""
+        place = self._indices[node]
+        return default if place < 0 else self._proposals.at(place)
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the nodes that have candidates."""
