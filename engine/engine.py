@@ -197,7 +197,7 @@ class Engine:
             watch.shift("forward", "draft", grown.clock.seconds - watch.laps["draft"])
         verdicts = self._verify(plan, growth.forest, passed)  # 4. Verify each tree.
         watch.lap("verify")
-        is_traced = any([row.is_traced for row in plan.decoding])
+        is_traced = any(row.is_traced for row in plan.decoding)
         probs = traced_probs(plan.decoding, growth, verdicts, passed.nodes_NV, self.grammars) if is_traced else {}
         watch.lap("trace")
         outcomes, events = self._commit(plan, growth, passed, verdicts)  # 5. Keep the accepted paths and emit their tokens.

@@ -125,17 +125,17 @@ class NativeDecoder:
         cache.native[self] = features
 
     def forward(
-        self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"], walks: Walks | None = None
+        self, batch: PackedBatch, cache: KVCache, logit_rows: Sequence[int] | Int[Tensor, " N"], walks: Walks | None = None
     ) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens.
 
         The trees of `walks` are followed.
         """
-        wanted = frozenset[int]().union(*(watcher.indices for watcher in self._watchers)) if self._watchers else ()
+        wanted = frozenset[int]().union(*(watcher.indices for watcher in self._watchers)) if self._watchers else None
         end = batch.end if walks is None or walks.steps is None else batch.end + walks.steps.most - 1
         rotations, features = [one.below(end) for one in self._rotations], cache.native.get(self)
         adapted = None if self.adapters is None else self.adapters.rows_of(batch)
-        output = self._runner.run(batch, cache, rotations, logit_rows_N, wanted, features=features, adapted=adapted, walks=walks)
+        output = self._runner.run(batch, cache, rotations, logit_rows, wanted, features=features, adapted=adapted, walks=walks)
         for watcher in self._watchers:
             watcher.report(output)
         self._latest = ref(output.logits_NM), output.largest_N, output.likeliest_N

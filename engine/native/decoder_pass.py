@@ -21,6 +21,7 @@ from engine.kv_cache.kv_cache import BLOCK_BITS, KVCache
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.native.walks import Walks
+from engine.utils.host_transfer import Integers
 
 Tables = tuple[Float[Tensor, "P K"], Float[Tensor, "P K"]]  # cosines and sines by position
 
@@ -29,11 +30,11 @@ class Output(msgspec.Struct, frozen=True, eq=False):
     """Logits of some tokens, the output head's inputs for them, and states of all tokens after some layers.
 
     `after[i]`: i < depth after layer i; depth: after the last norm. A pass of the library has each row's largest logit, NaN if
-    the row has a NaN, and its first column.
+    the row has a NaN, and its first column; it has inputs of the output head only if it keeps states.
     """
 
     logits_NM: Float[Tensor, "N M"]
-    head_inputs_ND: Float[Tensor, "N D"]
+    head_inputs_ND: Float[Tensor, "N D"] | None
     after: dict[int, Float[Tensor, "T D"]]
     largest_N: library.Numbers = array("f")
     likeliest_N: library.Numbers = array("q")
@@ -44,7 +45,7 @@ class SlotStates:
     """States by slot, float32, read in place; packed token t reads the state of slot `before_T[t]`."""
 
     pool_SD: Float[Tensor, "S D"]
-    before_T: Int[Tensor, " T"]
+    before_T: Integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,7 @@ class Features:
 
 @dataclass(frozen=True, eq=False)
 class _SharedAddresses:
-    """The addresses of a cache and of rotations, which later passes copy. It keeps the rotations, so that their ids are unique."""
+    """The addresses of a cache and of rotations, which later passes copy. The rotations are kept, so their ids are unique."""
 
     rotations: Sequence[Tables]
     rotation_ids: Sequence[int]
@@ -80,35 +81,41 @@ class Runner:
         batch: PackedBatch,
         cache: KVCache,
         rotations: Sequence[Tables],
-        rows_N: Int[Tensor, " N"],
-        kept: Collection[int] = (),
+        rows: Sequence[int] | Int[Tensor, " N"],
+        kept: Collection[int] | None = None,
         slot_states: SlotStates | None = None,
         features: Features | None = None,
         adapted: tuple[NDArray[np.int64], int] | None = None,
         walks: Walks | None = None,
     ) -> Output:
-        """Run one pass over the packed tokens; write their keys; return logits of the chosen tokens, and the `kept` states.
+        """Run one pass over the packed tokens; write their keys; return logits of the chosen tokens, and `kept` states if any.
 
         A target's pass stores the inputs of `features`. A draft head reads `slot_states`, or computes `features` from their
         slots. It writes its states of the chosen tokens to their slots. `adapted` is NativeAdapters.rows_of. The pass follows the
         trees of `walks`, and goes on with their steps; the output is the last step's.
         """
-        shape, num_rows = self.structure, rows_N.shape[0]  # a tensor's len() is a Python function
+        shape, rows_N = self.structure, array("q", rows)
+        num_rows = len(rows_N)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept} if kept else {}
         largest_N, likeliest_N = library.empty_array("f", num_rows), library.empty_array("q", num_rows)
-        logits_NM, head_inputs_ND = torch.empty(num_rows, shape.head.num_outputs), torch.empty(num_rows, shape.width)
+        logits_NM = torch.empty(num_rows, shape.head.num_outputs)
         pass_ = self.pass_over(batch, cache, rotations, slot_states)
-        pass_.num_rows, pass_.rows = num_rows, rows_N.data_ptr()
-        pass_.states, pass_.logits = head_inputs_ND.data_ptr(), logits_NM.data_ptr()
+        if kept is None:  # an array is made faster than a tensor
+            head_inputs_ND, states = None, library.empty_array("f", num_rows * shape.width)
+            pass_.states = states.buffer_info()[0]
+        else:
+            head_inputs_ND = torch.empty(num_rows, shape.width)
+            pass_.states = head_inputs_ND.data_ptr()
+        pass_.num_rows, pass_.rows, pass_.logits = num_rows, rows_N.buffer_info()[0], logits_NM.data_ptr()
         pass_.largest, pass_.likeliest = largest_N.buffer_info()[0], likeliest_N.buffer_info()[0]
         if after:
             pass_.kept = library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)])
         if features is not None:
-            pass_.features = ctypes.pointer(features.structure)
+            pass_.features = ctypes.addressof(features.structure)
         if adapted is not None:
             pass_.adapters, pass_.most_rank = library.address(adapted[0]), adapted[1]
         if walks is not None:
-            pass_.walked, pass_.num_trees = ctypes.pointer(walks.structure), walks.num_trees
+            pass_.walked, pass_.num_trees = ctypes.addressof(walks.structure), walks.num_trees
         by = ctypes.byref(shape), ctypes.byref(pass_)
         if walks is None or walks.steps is None:
             library.library().latebranch_decode(*by, library.num_threads())
@@ -128,7 +135,7 @@ class Runner:
         row, column, table = 8 * num_tokens, 8 * len(batch.starts), tokens + 24 * num_tokens
         pass_.num_tokens, pass_.num_segments = num_tokens, len(batch.segments)
         pass_.token_ids, pass_.positions, pass_.write_slots = tokens, tokens + row, tokens + 2 * row
-        pass_.before = None if slot_states is None else slot_states.before_T.data_ptr()
+        pass_.before = None if slot_states is None else slot_states.before_T.buffer_info()[0]
         pass_.first_token, pass_.first_key = table, table + column
         pass_.first_tail, pass_.first_seen = table + 2 * column, table + 3 * column
         pass_.key_slots, pass_.tail_positions = table + 4 * column, table + 4 * column + 8 * batch.num_keys

@@ -241,7 +241,7 @@ class Scheduler:
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
         sequences = self._stepping()
         trees = [self._permitted(sequence, expansion) for sequence, expansion in zip(sequences, wanted, strict=True)]
-        if self._decoding_batch is not None and all([tree is PLAIN for tree in trees]):
+        if self._decoding_batch is not None and all(tree is PLAIN for tree in trees):
             shares = [PLAIN_SHARE] * len(trees)
         else:
             pairs = zip(sequences, trees, strict=True)
@@ -274,9 +274,9 @@ class Scheduler:
         """
         may_admit = bool(self._waiting) and len(self._running) < self._config.max_running
         is_alone = len(sequences) == len(self._running) and not may_admit and not self.traces_all
-        if not (is_alone and all([tree.is_plain for tree in trees])):
+        if not (is_alone and all(tree.is_plain for tree in trees)):
             return 1
-        if not sequences or any([sequence.needs_host or sequence.num_uncached > 1 for sequence in sequences]):
+        if not sequences or any(sequence.needs_host or sequence.num_uncached > 1 for sequence in sequences):
             return 1
         num_remaining = min([sequence.num_remaining for sequence in sequences])
         return max(1, min(most, num_remaining, self.num_free // len(sequences)))

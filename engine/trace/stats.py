@@ -150,7 +150,7 @@ def feedback_of(record: StepRecord) -> StepFeedback:
     return StepFeedback(
         draft_s=laps["draft"] / record.num_steps,
         rest_s=(laps["follow"] + laps["plan"] + laps["forward"] + laps["verify"] + laps["commit"]) / record.num_steps,
-        has_prefill=any([len(row.certain_ids) > 1 for row in rows]),
+        has_prefill=any(len(row.certain_ids) > 1 for row in rows),
         num_rows=len(rows),
         num_rounds=record.num_draft_rounds,
         num_passes=record.draft_passes.num_passes,

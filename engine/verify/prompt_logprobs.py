@@ -32,7 +32,7 @@ class ScoredTokens:
 
 def scored_prompt_tokens(plan: StepPlan, trees: Sequence[TokenTree]) -> list[ScoredTokens]:
     """Return the prompt tokens that a step scores, for rows with `num_prompt_logprobs`; `trees` belong to the decoding rows."""
-    if all([row.sampling.num_prompt_logprobs is None for row in plan.rows]):
+    if {row.sampling.num_prompt_logprobs for row in plan.rows} == {None}:
         return []
     found, remaining, start = [], iter(trees), 0
     for row in plan.rows:

@@ -5,8 +5,10 @@ target's number of rows, or padded with tokens that are never drafted. Any draft
 Shape key: N rows of logits, V vocabulary of the target.
 """
 
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional
@@ -37,13 +39,13 @@ class RepaddedModel:
         return self._model.reads_tables
 
     def forward(
-        self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"], walks: Walks | None = None
+        self, batch: PackedBatch, cache: KVCache, logit_rows: Sequence[int], walks: Walks | None = None
     ) -> Float[Tensor, "N V"]:
         """As CausalModel.forward, without walks. Ids for which only the target has rows are replaced by the model's last id."""
         assert walks is None, "the grower of trees chooses a draft model's tokens"
         last_id = self._model.vocab_size - 1
         known = [replace(one, token_ids=[min(token_id, last_id) for token_id in one.token_ids]) for one in batch.segments]
-        return self._repadded(self._model.forward(pack(known, batch.device), cache, logit_rows_N))
+        return self._repadded(self._model.forward(pack(known, batch.device), cache, logit_rows))
 
     def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
         """As CausalModel.forward_table, with ids replaced as in `forward`."""

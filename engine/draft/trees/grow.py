@@ -105,7 +105,7 @@ class _RootGrower:
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         """Return whether nothing is drafted."""
-        return self.drafter is None or not any([row.is_drafting for row in rows])
+        return self.drafter is None or not any(row.is_drafting for row in rows)
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
         """Feed the drafter the missing tokens and return a root for each row."""

@@ -49,7 +49,7 @@ class NativeTreeGrower:
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         """Return whether the native library supports all trees of a step."""
-        return all([_is_supported(row) for row in rows if row.is_drafting])
+        return all(_is_supported(row) for row in rows if row.is_drafting)
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None = None) -> Growth:
         """Feed the drafter the missing tokens and grow every decoding row's tree."""
