@@ -7,8 +7,8 @@ Shape key: N nodes, S best tokens of a node, W weights.
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -83,7 +83,7 @@ class ProbAcceptance:
 Numbers = Sequence[float] | NDArray[np.float32] | NDArray[np.float64]
 
 
-class _Observation(NamedTuple):
+class _Observation(msgspec.Struct, frozen=True, eq=False):
     """A node's best tokens, best first, and the index of the token that the target `selected`."""
 
     probs: Numbers
