@@ -24,7 +24,7 @@ def committed_outcomes(rows: Sequence[Row], drafted: Sequence[DraftedStep], sche
         trees, offsets, of_rows = growth.forest.trees, growth.forest.offsets, []
         for index, row in enumerate(rows):
             grown = growth.sources[index], growth.node_values[index], growth.rounds[index]
-            verdict = verdict_of(row, *paths[index])
+            verdict = verdict_of(row, paths[index].path, paths[index].extra_id)
             of_rows.append(
                 RowOutcome(
                     _limited(row, num_remaining[index]), trees[index], *grown, offsets[index], verdict, emissions[index][step]

@@ -6,10 +6,10 @@ Synchronous and single-threaded. The worker's loop calls it. Knows token ids, no
 import logging
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
 
+import msgspec
 import torch
 from jaxtyping import Float
 from msgspec import structs
@@ -66,8 +66,7 @@ _logger = logging.getLogger(__name__)
 _GRAMMAR_WAIT_S = 0.05  # for which an engine without other work waits for a grammar
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True):
     """The events of requests in one step, its statistics, and changes of the prefix cache since the last step."""
 
     events: tuple[TokenEvent, ...]
@@ -75,7 +74,7 @@ class StepOutput:
     cache_events: tuple[CacheEvent, ...] = ()
 
 
-class _TargetPass(NamedTuple):
+class _TargetPass(msgspec.Struct, frozen=True):
     """The output of the target's pass: logits of all its places, of the trees' nodes only, the scores of prompts, and paths.
 
     `run_verdicts` are those of several steps in a row.
@@ -208,7 +207,8 @@ class Engine:
             watch.shift("forward", "draft", grown.clock.seconds - watch.laps["draft"])
         verdicts = self._verify(plan, growth.forest, passed)  # 4. Verify each tree.
         watch.lap("verify")
-        probs = traced_probs(plan.decoding, growth, verdicts, passed.nodes_NV, self.grammars)
+        is_traced = any(row.is_traced for row in plan.decoding)
+        probs = traced_probs(plan.decoding, growth, verdicts, passed.nodes_NV, self.grammars) if is_traced else None
         watch.lap("trace")
         outcomes, events = self._commit(plan, growth, passed, verdicts)  # 5. Keep the accepted paths and emit their tokens.
         laps = watch.laps  # later laps are added to it
@@ -219,12 +219,13 @@ class Engine:
     def _finish(
         self, committed: CommittedRecord, events: list[TokenEvent], watch: Stopwatch, probs: Mapping[str, TreeProbs] | None = None
     ) -> StepOutput:
-        """Have the observers learn from a committed step, and return its output."""
+        """Have the observers learn from a committed step, and return its output. `probs` are those of traced rows, if any."""
         for observer in self._observers:
             observer.after_commit(committed)
         watch.lap("learn")
         record = committed.record
-        stats, rows = stats_of(record, self._scheduler, self._target), traced_rows(record, probs or {})
+        stats = stats_of(record, self._scheduler, self._target)
+        rows = [] if probs is None else traced_rows(record, probs)
         for observer in self._observers:
             observer.after_step(stats, rows)
         return StepOutput(with_traces(events, stats, rows, self.info.peaks), stats, self.take_cache_events())
@@ -268,10 +269,6 @@ class Engine:
             else:
                 self._ended.append(refusal_event(admission.request.request_id, admission.refusal))
 
-    def _take_ended(self) -> list[TokenEvent]:
-        ended, self._ended = self._ended, []
-        return ended
-
     def _plan(self, watch: Stopwatch) -> tuple[ExpansionChoice, StepPlan]:
         """Admit sequences, have the policy choose their expansions, and plan the step."""
         self._queue_compiled()
@@ -312,8 +309,8 @@ class Engine:
         for outcome in outcomes[-1]:
             if outcome.emission and outcome.emission.finish is not None:
                 self._stop_following(outcome.row.request_id)
-        logits_NV = self._no_logits
-        events = [*self._take_ended(), *(self._event(outcome, logits_NV) for of_step in outcomes for outcome in of_step)]
+        (events, self._ended), logits_NV = (self._ended, []), self._no_logits
+        events += [self._event(outcome, logits_NV) for of_step in outcomes for outcome in of_step]
         watch.lap("commit")
         record = run_record(plan, choice, drafted, outcomes, watch.laps)
         return CommittedRecord(record, drafted[-1].growth.forest, logits_NV), events
@@ -328,7 +325,7 @@ class Engine:
         """
         trees = grown.trees if isinstance(grown, UnreadGrowth) else grown.forest.trees
         scored = scored_prompt_tokens(plan, trees)
-        places = [place for one in scored for place in one.sources]
+        places = [place for one in scored for place in one.sources] if scored else []
         draws = node_draws(plan.decoding, trees) if self._target.chooses else NO_DRAWS
         choices = walks = run_verdicts = None
         if isinstance(grown, Growth):
@@ -337,7 +334,7 @@ class Engine:
             all_NV = self._target.forward(plan, trees, places, draws, walks.walks if walks else None)
             if walks and walks.num_steps:
                 forest, run_verdicts = walks.chains(plan.decoding, growth.forest)
-                growth = replace(growth, forest=forest)
+                growth = structs.replace(growth, forest=forest)
         elif (unread := self._target.forward_unread(plan, trees, places, draws, grown.nodes)) is not None:
             growth, all_NV, choices = _read(grown, unread, len(places))
         else:
@@ -353,20 +350,27 @@ class Engine:
         """Verify the tree of each decoding row. A row whose prompt has non-finite logits fails."""
         if passed.run_verdicts is not None:
             return passed.run_verdicts
-        best = passed.choices or self._target.likeliest(passed.all_NV, forest.num_nodes)
-        walks = None if best is None else passed.walks  # the walks are of the pass's own logits
-        verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best, walks)
-        broken = passed.prompts.failed
+        walks = passed.walks if passed.walks is not None and self._target.followed(passed.all_NV) else None
+        known = [None] if walks is None else walks.verdicts(plan.decoding)
+        if None in known:
+            best = passed.choices or self._target.likeliest(passed.all_NV, forest.num_nodes)
+            verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best, walks)
+        else:
+            verdicts = known  # type: ignore[assignment]
+        if not (broken := passed.prompts.failed):
+            return verdicts
         return [NOT_FINITE if row.request_id in broken else one for row, one in zip(plan.decoding, verdicts)]
 
     def _commit(
         self, plan: StepPlan, growth: Growth, passed: _TargetPass, verdicts: SequenceOf[Verdict | VerificationFailure]
     ) -> tuple[list[RowOutcome], list[TokenEvent]]:
         """Commit chunks and paths, and learn from the verdicts. Return the outcomes of the decoding rows, and all events."""
-        self._commit_chunks(plan, passed.prompts.failed)
+        if len(plan.decoding) < len(plan.rows):
+            self._commit_chunks(plan, passed.prompts.failed)
         outcomes = self._commit_paths(plan, growth, verdicts)
         learn(self._calibrations, plan.decoding, growth, verdicts)
-        events = [*self._take_ended(), *(self._event(one, passed.nodes_NV) for one in outcomes)]
+        events, self._ended = self._ended, []
+        events += [self._event(one, passed.nodes_NV) for one in outcomes]
         return outcomes, with_prompt_logprobs(events, passed.prompts.logprobs)
 
     def _commit_chunks(self, plan: StepPlan, broken: Set[str]) -> None:
@@ -386,20 +390,22 @@ class Engine:
         self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | VerificationFailure]
     ) -> list[RowOutcome]:
         """Commit accepted paths. Return the outcomes of the decoding rows, in order."""
-        outcomes, has_states = [], self._target.model.has_states
-        for index, (row, verdict) in enumerate(zip(plan.decoding, verdicts, strict=True)):
+        outcomes, has_states, offset = [], self._target.model.has_states, 0
+        grown = zip(growth.forest.trees, growth.sources, growth.node_values, growth.rounds, growth.fed, strict=True)
+        for row, verdict, (tree, sources, values, num_rounds, fed) in zip(plan.decoding, verdicts, grown, strict=True):
             emission = None
             if isinstance(verdict, VerificationFailure):
                 self._end_failed(row.request_id, verdict)
             else:
+                path = verdict.path
                 if has_states:
-                    self._target.end_step(row, verdict.path)
-                emission = self._scheduler.commit(row, _row_result(growth, index, verdict))
+                    self._target.end_step(row, path)
+                drafted_len = next((i for i, node in enumerate(path) if node not in fed), len(path)) if fed else 0
+                emission = self._scheduler.commit(row, RowResult(tree, path, verdict.extra_id, drafted_len))
             if emission is None or emission.finish is not None:
                 self._stop_following(row.request_id)
-            tree, offset = growth.forest.trees[index], growth.forest.offsets[index]
-            grown = growth.sources[index], growth.node_values[index], growth.rounds[index]
-            outcomes.append(RowOutcome(row, tree, *grown, offset, verdict, emission))
+            outcomes.append(RowOutcome(row, tree, sources, values, num_rounds, offset, verdict, emission))
+            offset += len(tree.parents)
         return outcomes
 
     def _end_failed(self, request_id: str, why: VerificationFailure) -> None:
@@ -416,22 +422,23 @@ class Engine:
             return _failure_event(row, verdict)
         assert emission is not None  # a verified row was committed
         logprobs: tuple[TokenLogprobs, ...] = ()
-        if row.sampling.num_logprobs is not None and emission.new_ids:
-            nodes = [outcome.offset + node for node in verdict.path[: len(emission.new_ids)]]
-            logprobs = logprobs_of(logits_NV, nodes, emission.new_ids, row.sampling.num_logprobs)
+        new_ids, sources = emission.new_ids, outcome.sources
+        if row.sampling.num_logprobs is not None and new_ids:
+            nodes = [outcome.offset + node for node in verdict.path[: len(new_ids)]]
+            logprobs = logprobs_of(logits_NV, nodes, new_ids, row.sampling.num_logprobs)
         return TokenEvent(
             request_id=row.request_id,
-            token_ids=emission.new_ids,
+            token_ids=new_ids,
             logprobs=logprobs,
             finish=emission.finish,
-            stop_token_id=emission.new_ids[-1] if emission.finish is FinishReason.STOP else None,
+            stop_token_id=new_ids[-1] if emission.finish is FinishReason.STOP else None,
             queued_s=emission.queued_s,
             num_cached_tokens=emission.num_cached,
             expansion=row.expansion,
             num_draft_tokens=outcome.num_drafted,
             num_accepted_tokens=emission.num_accepted,
-            num_predicted_tokens=outcome.sources.count(DraftSource.PREDICTION),
-            predicted_places=_predicted_places(outcome),
+            num_predicted_tokens=sources.count(DraftSource.PREDICTION),
+            predicted_places=_predicted_places(outcome) if DraftSource.PREDICTION in sources else (),
             num_steps=outcome.num_steps,
         )
 
@@ -449,8 +456,6 @@ def _read(grown: UnreadGrowth, passed: UnreadPass, num_places: int) -> tuple[Gro
 
 def _predicted_places(outcome: RowOutcome) -> tuple[int, ...]:
     """Return the indices of a row's emitted tokens that were drafted from its request's prediction."""
-    if not outcome.sources:
-        return ()
     return tuple(place for place, source in enumerate(outcome.accepted_sources) if source is DraftSource.PREDICTION)
 
 
@@ -468,9 +473,3 @@ def with_end_tokens(request: Request, info: ModelInfo) -> Request:
         return request
     stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *info.eos_token_ids)))
     return replace(request, sampling=replace(sampling, stop_token_ids=stops))
-
-
-def _row_result(growth: Growth, index: int, verdict: Verdict) -> RowResult:
-    fed = growth.fed[index]
-    drafted_len = next((i for i, node in enumerate(verdict.path) if node not in fed), len(verdict.path)) if fed else 0
-    return RowResult(growth.forest.trees[index], verdict.path, verdict.extra_id, drafted_len)

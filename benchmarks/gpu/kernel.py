@@ -78,7 +78,7 @@ def _attended(attend: Attend, layer: Layer, query: Tensor, cache: KVCache, paged
 
 def _given(layer: Layer, dtype: torch.dtype, batch: PackedBatch, device: torch.device) -> tuple[PagedBatch, Tensor, KVCache]:
     """Return a batch's table, its queries, and a cache whose slots hold random numbers."""
-    num_slots = int(batch.flat.key_slots.max()) + 1
+    num_slots = int(batch.key_slots.max()) + 1
     generator = torch.Generator(device).manual_seed(num_slots)
     cache = KVCache(num_slots, device)
     made = partial(torch.randn, generator=generator, device=device)
@@ -102,7 +102,7 @@ def time_layers(figures: Figures, layer: Layer, device: torch.device, sizes: Seq
         paged_too = partial(_attended, attend, layer, query, cache, paged)
         contenders = {"gather": partial(_repeated, gathered), name: partial(_repeated, paged_too)}
         times = in_turns(contenders, turns, device)
-        read_bytes = 2 * len(batch.flat.key_slots) * layer.num_heads * layer.size * dtype.itemsize
+        read_bytes = 2 * len(batch.key_slots) * layer.num_heads * layer.size * dtype.itemsize
         facts = {"rows": num_rows, "nodes": num_nodes, "context": context, "launches": _LAUNCHES, "read_bytes": read_bytes}
         figures.add("attention", layer=str(layer), **facts, **times)
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu.batches import batch_of
 from benchmarks.gpu.figures import Figures, in_turns
 from benchmarks.gpu.models import ModelShape, model_of
-from engine.attention.packing import PackedBatch
+from engine.attention.packing import PackedBatch, pack
 from engine.attention.paged.buffer import TableBuffer
 from engine.attention.paged.graph_recorder import CudaGraphs, Recorder, Unrecorded
 from engine.attention.paged.graphs import GraphResources
@@ -78,5 +78,4 @@ class _Gathering:
 
 def _run(way: Passes, batch: PackedBatch) -> torch.Tensor:
     """Run a pass as a step does: what is made of a batch for a pass is made anew."""
-    fresh = PackedBatch(batch.tokens_3T, batch.starts, batch.segments, batch.device)
-    return way.run(fresh, range(batch.num_tokens))
+    return way.run(pack(batch.segments, batch.device), range(batch.num_tokens))

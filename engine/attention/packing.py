@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.utils.host_transfer import Integers, arrays, as_longs
+from engine.utils.host_transfer import Integers, arrays
 
 _MAX_PADDING = 2.0  # a group may be at most this many times as large as its segments together
 
@@ -97,51 +97,18 @@ class Padded:
     is_identity: bool
 
 
-@dataclass(frozen=True)
-class FlatSegments:
-    """B segments end to end, in the host's memory.
+class PackedBatch(msgspec.Struct, frozen=True, dict=True, eq=False):
+    """The input of one forward: B segments end to end. Device tensors and padded groups are built on first use.
 
-    `numbers` are `table`, the key slots and the tail positions. `table` contains the offsets of each segment's packed tokens,
-    keys, tail keys and entries of `seen`, [4, B + 1].
+    `numbers` are in the host's memory: token ids, positions and slots to write, [3, T], then a table of the offsets of each
+    segment's packed tokens, keys, tail keys and entries of `seen`, [4, B + 1], then the slots of all keys, then the positions of
+    all tail keys. `starts` has the first packed token of each segment, and the end.
     """
 
     numbers: Integers
     seen: Integers
-    num_segments: int
-    num_keys: int
-
-    @cached_property
-    def _parts(self) -> list[NDArray[np.int64]]:
-        numbers, first_key = np.frombuffer(self.numbers, dtype=np.int64), 4 * (self.num_segments + 1)
-        first_tail = first_key + self.num_keys
-        return [numbers[:first_key], numbers[first_key:first_tail], numbers[first_tail:]]
-
-    @property
-    def table(self) -> NDArray[np.int64]:
-        """The offsets of each segment's parts."""
-        return self._parts[0].reshape(4, self.num_segments + 1)
-
-    @property
-    def key_slots(self) -> NDArray[np.int64]:
-        """The slots of all keys."""
-        return self._parts[1]
-
-    @property
-    def tail_positions(self) -> NDArray[np.int64]:
-        """The positions of all tail keys."""
-        return self._parts[2]
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """The input of one forward. Device tensors, padded groups and flat segments are built on first use.
-
-    `tokens_3T` are token ids, positions and the slots to write, in the host's memory. `starts` has the first packed token of each
-    segment, and the end.
-    """
-
-    tokens_3T: Int[np.ndarray[Any, np.dtype[np.int64]], "3 T"]  # NDArray is an alias that jaxtyping does not see through
     starts: tuple[int, ...]
+    num_keys: int
     segments: tuple[Segment, ...]
     device: torch.device
 
@@ -153,7 +120,32 @@ class PackedBatch:
     @property
     def end(self) -> int:
         """The largest position plus one."""
-        return int(max(self.tokens_3T[1].tolist())) + 1
+        return max(self.numbers[self.starts[-1] : 2 * self.starts[-1]]) + 1
+
+    @cached_property
+    def _parts(self) -> list[NDArray[np.int64]]:
+        sizes = (3 * self.num_tokens, 4 * len(self.starts), self.num_keys)
+        return np.split(np.frombuffer(self.numbers, dtype=np.int64), [*accumulate(sizes)])
+
+    @property
+    def tokens_3T(self) -> Int[np.ndarray[Any, np.dtype[np.int64]], "3 T"]:  # jaxtyping does not see through the alias NDArray
+        """Token ids, positions and the slots to write."""
+        return self._parts[0].reshape(3, self.num_tokens)
+
+    @property
+    def table(self) -> NDArray[np.int64]:
+        """The offsets of each segment's parts."""
+        return self._parts[1].reshape(4, len(self.starts))
+
+    @property
+    def key_slots(self) -> NDArray[np.int64]:
+        """The slots of all keys."""
+        return self._parts[2]
+
+    @property
+    def tail_positions(self) -> NDArray[np.int64]:
+        """The positions of all tail keys."""
+        return self._parts[3]
 
     @cached_property
     def _on_device(self) -> list[Tensor]:
@@ -178,21 +170,6 @@ class PackedBatch:
     def padded(self) -> Padded:
         """The segments as padded groups."""
         return _padded(self.segments, self.starts, self.device)
-
-    @cached_property
-    def flat(self) -> FlatSegments:
-        """The segments end to end."""
-        keys, tails, seen = array("q"), array("q"), array("B")
-        firsts_of_keys, firsts_of_tails, firsts_of_seen = array("q", (0,)), array("q", (0,)), array("q", (0,))
-        for segment in self.segments:
-            keys.extend(as_longs(segment.key_slots))
-            tails.extend(segment.tail_positions)
-            seen.frombytes(segment.tail_visible_TW.tobytes())
-            firsts_of_keys.append(len(keys))
-            firsts_of_tails.append(len(tails))
-            firsts_of_seen.append(len(seen))
-        numbers = array("q", self.starts) + firsts_of_keys + firsts_of_tails + firsts_of_seen + keys + tails
-        return FlatSegments(numbers, seen, len(self.segments), len(keys))
 
 
 def _grouped(segments: Sequence[Segment]) -> list[list[int]]:
@@ -250,12 +227,19 @@ def _unpadding(segments: Sequence[Segment], starts: Sequence[int], groups: Seque
 
 def pack(segments: Sequence[Segment], device: torch.device) -> PackedBatch:
     """Pack segments in their order into one batch for `device`."""
-    starts = tuple(accumulate((segment.num_tokens for segment in segments), initial=0))
-    rows: list[list[int]] = [[], [], []]
+    token_ids, positions, write_slots, key_slots, tail_positions = (array("q") for _ in range(5))
+    seen, offsets = array("B"), array("q", (0, 0, 0, 0))  # offsets of the segments' parts, segment after segment
     for segment in segments:
-        for row, numbers in zip(rows, (segment.token_ids, segment.positions, segment.write_slots), strict=True):
-            row.extend(numbers)
-    return PackedBatch(np.array(rows, dtype=np.int64), starts, tuple(segments), device)
+        token_ids.extend(segment.token_ids)
+        positions.extend(segment.positions)
+        write_slots.extend(segment.write_slots)
+        key_slots.extend(segment.key_slots)
+        tail_positions.extend(segment.tail_positions)
+        seen.frombytes(segment.tail_visible_TW.tobytes())
+        offsets.extend((len(token_ids), len(key_slots), len(tail_positions), len(seen)))
+    table = offsets[::4] + offsets[1::4] + offsets[2::4] + offsets[3::4]
+    numbers = token_ids + positions + write_slots + table + key_slots + tail_positions
+    return PackedBatch(numbers, seen, tuple(offsets[::4]), len(key_slots), tuple(segments), device)
 
 
 def _padded(segments: Sequence[Segment], starts: Sequence[int], device: torch.device) -> Padded:

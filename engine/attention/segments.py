@@ -43,17 +43,18 @@ def tree_segment(
         nodes      [ ones  ancestors ]      (the root is the chain's last and the tree's first: one row)
     """
     assert certain_ids
-    if len(certain_ids) == tree.num_nodes == 1:
+    num_nodes = len(tree.parents)
+    if len(certain_ids) == num_nodes == 1:
         end, position = context_len + 1, (context_len,)
         key_slots = slots if len(slots) == end else slots[:end]
         return Segment(certain_ids, position, (slots[context_len],), key_slots, _SEES_ITSELF, position, adapter=adapter)
-    num_chain, num_tail = len(certain_ids), len(certain_ids) + tree.num_nodes - 1
+    num_chain, num_tail = len(certain_ids), len(certain_ids) + num_nodes - 1
     visible_WW = tree.ancestors_NN
     if num_chain > 1:
         visible_WW = np.tri(num_tail, dtype=np.bool_)
         visible_WW[num_chain - 1 :, num_chain - 1 :] = tree.ancestors_NN
     root = context_len + num_chain - 1
-    positions = [*range(context_len, root), *(root + depth for depth in tree.depths)]
+    positions = [*range(context_len, root), *[root + depth for depth in tree.depths]]
     end = context_len + num_tail
     return Segment(
         token_ids=[*certain_ids, *tree.token_ids[1:]],

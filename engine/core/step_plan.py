@@ -8,7 +8,7 @@ from functools import cached_property
 import msgspec
 
 from engine.core.rng_keys import StepKey
-from engine.core.tree import FREE_GROWTH, Expansion, GrowthCosts, TreeKind
+from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthCosts, TreeKind
 from engine.core.types import SamplingParams
 
 
@@ -76,7 +76,7 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def root_position(self) -> int:
         """Absolute position of the root."""
-        return self.end - 1
+        return self.context_len + len(self.certain_ids) - 1
 
     @property
     def key(self) -> StepKey:
@@ -95,7 +95,7 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def is_drafting(self) -> bool:
         """Whether a tree may grow from the row's root."""
-        return self.is_decoding and not self.expansion.is_plain
+        return self.expansion is not PLAIN and self.is_decoding and not self.expansion.is_plain
 
     @property
     def draw_kind(self) -> TreeKind:
@@ -123,4 +123,4 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def decoding(self) -> tuple[Row, ...]:
         """Rows that emit tokens this step."""
-        return tuple(row for row in self.rows if row.is_decoding)
+        return tuple([row for row in self.rows if row.is_decoding])

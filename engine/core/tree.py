@@ -3,11 +3,12 @@
 Knows parents, depths, orders and ancestor masks. Does not know models, distributions or torch.
 """
 
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, get_args
 
 import msgspec
@@ -227,6 +228,12 @@ class GrowthCosts:
 FREE_GROWTH = GrowthCosts()  # the whole expansion is grown
 
 
+@cache
+def _chain_shape(num_nodes: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Return the parents and the draws of a tree without branches."""
+    return tuple(range(-1, num_nodes - 1)), (*((node,) for node in range(1, num_nodes)), ())
+
+
 class TokenTree(msgspec.Struct, frozen=True, dict=True):
     """A drafted token tree. Parents come before their children; the root is node 0.
 
@@ -239,18 +246,17 @@ class TokenTree(msgspec.Struct, frozen=True, dict=True):
     draws: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        if self.parents == (-1,) and self.draws == ((),) and len(self.token_ids) == 1:
-            return  # a root alone, the most frequent tree of a busy server
-        if not len(self.parents) == len(self.token_ids) == len(self.draws) >= 1:
+        parents, count = self.parents, len(self.token_ids)
+        if count and (parents, self.draws) == _chain_shape(count):
+            return  # one of the trees of plain decoding, which are many
+        if not len(parents) == count == len(self.draws) >= 1:
             raise ValueError("parents, token_ids and draws must have one entry for each node, and a root")
-        if self.parents[ROOT] != -1 or any(not 0 <= p < v for v, p in enumerate(self.parents) if v != ROOT):
-            raise ValueError(f"parents must precede their children: {self.parents}")
-        children: list[set[int]] = [set() for _ in self.parents]
-        for node, parent in enumerate(self.parents[1:], start=1):
-            children[parent].add(node)
-        if any(set(drawn) != kids for drawn, kids in zip(self.draws, children, strict=True)):
+        if parents[ROOT] != -1 or min(parents[1:], default=0) < 0 or any(map(operator.ge, parents, range(count))):
+            raise ValueError(f"parents must precede their children: {parents}")
+        children = {(node, child) for node, drawn in enumerate(self.draws) for child in drawn}
+        if children != {*zip(parents[1:], range(1, count))}:
             raise ValueError("draws must name exactly the children of each node")
-        if len({*zip(self.parents, self.token_ids)}) < self.num_nodes:
+        if len({*zip(parents, self.token_ids)}) < count:
             raise ValueError(
                 "siblings must have different tokens: a token sampled again is the same child, listed again in draws"
             )
@@ -263,9 +269,8 @@ class TokenTree(msgspec.Struct, frozen=True, dict=True):
     @classmethod
     def chain(cls, token_ids: Sequence[int]) -> "TokenTree":
         """Return a tree without branches. The first token is the root's."""
-        num_nodes = len(token_ids)
-        draws = tuple((node + 1,) if node + 1 < num_nodes else () for node in range(num_nodes))
-        return cls(tuple(range(-1, num_nodes - 1)), tuple(token_ids), draws)
+        parents, draws = _chain_shape(len(token_ids))
+        return cls(parents, tuple(token_ids), draws)
 
     @classmethod
     def star(cls, root_id: int, num_leaves: int) -> "TokenTree":
@@ -281,15 +286,15 @@ class TokenTree(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Depth of each node; the root's is 0."""
-        depths = [0] * self.num_nodes
-        for node in range(1, self.num_nodes):
-            depths[node] = depths[self.parents[node]] + 1
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
         return tuple(depths)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Distinct children of each node in order of first appearance."""
-        return tuple(tuple(dict.fromkeys(drawn)) for drawn in self.draws)
+        return tuple([tuple(dict.fromkeys(drawn)) for drawn in self.draws])
 
     @cached_property
     def post_order(self) -> tuple[int, ...]:
@@ -308,11 +313,13 @@ class TokenTree(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def ancestors_NN(self) -> NDArray[np.bool_]:
         """Mask [N, N]: entry (v, w) is true if w is v or an ancestor of v."""
-        rows: list[bytearray] = []
-        for node, parent in enumerate(self.parents):
-            rows.append(bytearray(self.num_nodes) if parent < 0 else rows[parent][:])
-            rows[node][node] = 1
-        return np.frombuffer(bytearray().join(rows), dtype=np.bool_).reshape(self.num_nodes, self.num_nodes)
+        count = len(self.parents)
+        rows = [bytearray(count)]
+        rows[ROOT][ROOT] = 1
+        for node, parent in enumerate(self.parents[1:], start=1):
+            rows.append(row := rows[parent][:])
+            row[node] = 1
+        return np.frombuffer(bytearray().join(rows), dtype=np.bool_).reshape(count, count)
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the nodes from the root to `node`, both included."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
+import msgspec
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -96,8 +97,7 @@ class FrontierNode:
         return self.tree.row.sampling_context(tuple(self.tree.token_ids[node] for node in self.tree.path(self.node)[1:]))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelPasses:
+class ModelPasses(msgspec.Struct, frozen=True):
     """Passes of a draft model, and the tokens fed in them. Tokens without a proposal may weigh less."""
 
     num_passes: int = 0

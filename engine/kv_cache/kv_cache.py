@@ -3,6 +3,8 @@
 Shape key: S slots and one, N blocks of slots, B slots of a block, T tokens, R rows, L keys, H key-value heads, K head size.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int
@@ -45,6 +47,7 @@ class KVCache:
         self._values: dict[int, Tensor] = {}
         self._memory: list[Tensor] = []
         self.states = PathStates(device)
+        self.native: dict[object, Any] = {}  # what passes of the library keep for this cache, by the object that runs them
 
     @property
     def num_layers(self) -> int:

@@ -41,7 +41,7 @@ from engine.native.decoder import NativeDecoder, UnknownDecoder, parts_of, refus
 from engine.native.linear import QUANTISED, NativeLinear
 from engine.native.walks import Walks
 from engine.sampling.argmax import RowArgMax
-from engine.utils.host_transfer import integers_32
+from engine.utils.host_transfer import integers, integers_32
 from engine.utils.one_line import one_line
 from engine.utils.progress_bar import quiet_libraries
 from engine.weights import UnsupportedModel
@@ -182,14 +182,15 @@ class CausalModel:
         self.module.set_attn_implementation(NAME)
 
     def forward(
-        self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"], walks: Walks | None = None
+        self, batch: PackedBatch, cache: KVCache, logit_rows: Sequence[int] | Int[Tensor, " N"], walks: Walks | None = None
     ) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens.
 
         A native model follows the trees of `walks`; other models have none.
         """
         if self.native is not None:
-            return self.native.forward(batch, cache, logit_rows_N, walks)
+            return self.native.forward(batch, cache, logit_rows, walks)
+        logit_rows_N = logit_rows if isinstance(logit_rows, Tensor) else integers(logit_rows, self.device)
         if self.ranks is not None:
             with self.ranks.running_pass(batch, cache, logit_rows_N):
                 return self._forward(batch, cache, logit_rows_N)

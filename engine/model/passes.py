@@ -20,7 +20,6 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.native.walks import Walks
 from engine.sampling import device_choice
 from engine.sampling.device_choice import NodeChoice, NodeDraws
-from engine.utils.host_transfer import integers
 
 NO_DRAWS = NodeDraws((), ())
 
@@ -58,7 +57,7 @@ class PassModel(Protocol):
         ...
 
     def forward(
-        self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"], walks: Walks | None = None
+        self, batch: PackedBatch, cache: KVCache, logit_rows: Sequence[int], walks: Walks | None = None
     ) -> Float[Tensor, "N V"]:
         """Run a pass over packed tokens, which follows the trees of `walks` if the library runs it."""
         ...
@@ -94,7 +93,7 @@ class DirectPasses:
 
     def run(self, batch: PackedBatch, rows: Sequence[int], walks: Walks | None = None) -> Float[Tensor, "N V"]:
         """Return float32 logits of the packed tokens in `rows`. The model's library follows the trees of `walks`."""
-        logits_NV = self._model.forward(batch, self._cache, integers(rows, self._model.device), walks)
+        logits_NV = self._model.forward(batch, self._cache, rows, walks)
         if self._listener is not None:
             self._listener(batch)
         return logits_NV

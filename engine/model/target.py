@@ -80,6 +80,10 @@ class Target:
         """Whether passes choose tokens themselves, if they are given the draws."""
         return isinstance(self._passes, RecordedPasses) and self._passes.chooses
 
+    def followed(self, logits_NV: Float[Tensor, "N V"]) -> bool:
+        """Return whether the latest pass made these logits and followed trees by them, if they were given to it."""
+        return self.model.native is not None and self.model.native.made(logits_NV)
+
     def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int) -> Sequence[RowArgMax] | Sequence[NodeChoice] | None:
         """Return the arg maxes or choices of the first `count` rows if the latest pass made them from these logits, else None."""
         if isinstance(self._passes, RecordedPasses) and self._passes.chooses:
@@ -143,15 +147,15 @@ class Target:
 
     def _packed(self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int]) -> tuple[PackedBatch, list[int]]:
         """Return every row's tokens, and the packed tokens whose logits are returned."""
-        remaining = iter(trees)
+        remaining, end = iter(trees), 0
         segments: list[Segment] = []
         logit_rows: list[int] = []
-        start = 0
         for row in plan.rows:
-            tree = next(remaining) if row.is_decoding else TokenTree.single(row.certain_ids[-1])
-            segments.append(tree_segment(row.certain_ids, tree, row.context_len, row.slots, row.adapter))
-            end = start + segments[-1].num_tokens
+            certain_ids = row.certain_ids
+            tree = next(remaining) if row.is_decoding else TokenTree.single(certain_ids[-1])
+            segments.append(tree_segment(certain_ids, tree, row.context_len, row.slots, row.adapter))
+            num_nodes = len(tree.parents)
+            end += len(certain_ids) + num_nodes - 1
             if row.is_decoding:
-                logit_rows.extend(range(end - tree.num_nodes, end))
-            start = end
+                logit_rows.extend(range(end - num_nodes, end))
         return pack(segments, self.model.device), [*logit_rows, *places]

@@ -7,7 +7,7 @@ Shape key: T packed tokens, N rows of logits, V vocabulary, D width, P positions
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from jaxtyping import Float, Int
@@ -101,9 +101,8 @@ class NativeDecoder:
             ),
             precision,
         )
-        self._latest: tuple[ref[Tensor], list[tuple[float, int]]] | None = None
+        self._latest: tuple[ref[Tensor], library.Numbers, library.Numbers] | None = None  # logits, their arg maxes
         self._watchers: list[_Watcher] = []
-        self._features: WeakKeyDictionary[KVCache, Features] = WeakKeyDictionary()
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -123,36 +122,40 @@ class NativeDecoder:
 
     def keep_features(self, cache: KVCache, features: Features) -> None:
         """Store the inputs of these features, each token's in its slot, in later passes over a cache."""
-        assert cache not in self._features, "a second head for one cache"
-        self._features[cache] = features
+        assert self not in cache.native, "a second head for one cache"
+        cache.native[self] = features
 
     def forward(
-        self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"], walks: Walks | None = None
+        self, batch: PackedBatch, cache: KVCache, logit_rows: Sequence[int] | Int[Tensor, " N"], walks: Walks | None = None
     ) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens.
 
         The trees of `walks` are followed.
         """
-        wanted = {index for watcher in self._watchers for index in watcher.indices}
+        wanted = frozenset[int]().union(*(watcher.indices for watcher in self._watchers)) if self._watchers else None
         end = batch.end if walks is None or walks.steps is None else batch.end + walks.steps.most - 1
-        rotations, features = [one.below(end) for one in self._rotations], self._features.get(cache)
+        rotations, features = [one.below(end) for one in self._rotations], cache.native.get(self)
         adapted = None if self.adapters is None else self.adapters.rows_of(batch)
-        output = self._runner.run(batch, cache, rotations, logit_rows_N, wanted, features=features, adapted=adapted, walks=walks)
+        output = self._runner.run(batch, cache, rotations, logit_rows, wanted, features=features, adapted=adapted, walks=walks)
         for watcher in self._watchers:
             watcher.report(output)
-        self._latest = ref(output.logits_NM), output.likeliest
+        self._latest = ref(output.logits_NM), output.largest_N, output.likeliest_N
         return output.logits_NM
 
     def run_drafts(self, steps: DraftSteps, cache: KVCache) -> None:
         """Run drafting steps in a row over a cache."""
         rotations = [one.below(steps.end) for one in self._rotations]
-        self._runner.run_drafts(steps, cache, rotations, self._features[cache])
+        self._runner.run_drafts(steps, cache, rotations, cache.native[self])
+
+    def made(self, logits_NV: Float[Tensor, "N V"]) -> bool:
+        """Return whether these are the latest pass's logits."""
+        return self._latest is not None and self._latest[0]() is logits_NV
 
     def likeliest(self, logits_NV: Float[Tensor, "N V"]) -> list[tuple[float, int]] | None:
         """Return the result of `distributions.likeliest` if these are the latest pass's logits, else None."""
-        if self._latest is None or self._latest[0]() is not logits_NV:
+        if self._latest is None or not self.made(logits_NV):
             return None
-        return self._latest[1]
+        return list(zip(self._latest[1], self._latest[2], strict=True))
 
 
 def parts_of(module: Any) -> DecoderParts:

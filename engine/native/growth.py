@@ -6,13 +6,11 @@ Shape key: M tokens that the head knows.
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import numpy as np
+import msgspec
 from jaxtyping import Int
-from numpy.typing import NDArray
+from msgspec import structs
 from torch import Tensor
 
 from engine.native import library
@@ -51,7 +49,7 @@ class RankedRow(NamedTuple):
     texts: TextsHandle | None = None
 
 
-class FedRow(NamedTuple):
+class FedRow(msgspec.Struct, frozen=True):
     """Committed tokens that the first round feeds to the head, from a position on.
 
     `slots` are by position, up to the last token's. `tree` is the tree whose root is the last token, if any.
@@ -63,33 +61,39 @@ class FedRow(NamedTuple):
     tree: int | None
 
 
-class Offered(NamedTuple):
+class Offered(msgspec.Struct, frozen=True, eq=False):
     """The best tokens after a node, best first, with their probabilities and noise (0 for a row without noise)."""
 
-    token_ids: NDArray[np.int64]
-    probs: NDArray[np.float32]
-    noise: NDArray[np.float64]
+    token_ids: library.Numbers
+    probs: library.Numbers
+    noise: library.Numbers
 
     def index_of(self, token_id: int) -> int | None:
         """Return the place of a token, None if it is not among the best."""
-        return next(iter((self.token_ids == token_id).nonzero()[0].tolist()), None)
+        return self.token_ids.index(token_id) if token_id in self.token_ids else None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Offers:
-    """Offers by place: tokens followed by their number, probabilities, and noise."""
+class Offers(msgspec.Struct, frozen=True, eq=False):
+    """Offers of a step by place: NUM_SCORES tokens followed by their number, probabilities, and noise.
 
-    tokens: NDArray[np.int64]
-    odds: NDArray[np.float32]
-    noise: NDArray[np.float64]
+    Its first one is the `first`th of the arrays.
+    """
+
+    tokens: library.Numbers
+    odds: library.Numbers
+    noise: library.Numbers
+    first: int = 0
 
     def at(self, place: int) -> Offered:
         """Return the offer of a place."""
-        count = self.tokens[place, -1]
-        return Offered(self.tokens[place, :count], self.odds[place, :count], self.noise[place, :count])
+        place += self.first
+        first = place * library.NUM_SCORES
+        count = self.tokens[first + place + library.NUM_SCORES]
+        end = first + count
+        return Offered(self.tokens[first + place : end + place], self.odds[first:end], self.noise[first:end])
 
 
-class GrownTree(NamedTuple):
+class GrownTree(msgspec.Struct, frozen=True):
     """A grown tree; node 0 is the root. `by_age` has the other nodes in the order in which they were offered.
 
     `offers` are the places of the nodes' offers, -1 for a node without one. `keeps_slot`: the node was fed under its final
@@ -108,7 +112,7 @@ class GrownTree(NamedTuple):
     num_rounds: int
 
 
-class GrownTrees(NamedTuple):
+class GrownTrees(msgspec.Struct, frozen=True):
     """The trees of a step, the offers of their nodes, and the counts of tokens that each round fed to the head."""
 
     trees: list[GrownTree]
@@ -133,7 +137,8 @@ class NativeGrowth:
         addresses: library.Pass,
         num_steps: int = 1,
     ) -> None:
-        structures, fed_structures = (library.RankedRowStructure * len(rows))(), (library.FedRowStructure * len(fed))()
+        structures = library.structures(library.RankedRowStructure, len(rows))
+        fed_structures = library.structures(library.FedRowStructure, len(fed))
         kept: list[object] = [head, vocab_M, addresses]
         for index, row in enumerate(rows):
             slots, least_chances = as_longs(row.slots), array("d", row.least_chances)
@@ -164,14 +169,16 @@ class NativeGrowth:
         self._nodes = library.empty_array("q", num_steps * 6 * most)
         self._chances = library.empty_array("d", num_steps * 2 * most)
         places = num_steps * most
-        self._tokens = np.empty((places, library.NUM_SCORES + 1), dtype=np.int64)
-        self._odds = np.empty((places, library.NUM_SCORES), dtype=np.float32)
-        self._noise = np.empty((places, library.NUM_SCORES), dtype=np.float64)
-        self._fed, self._num_fed = (library.Fed * (num_steps * most_rounds))(), library.empty_array("q", num_steps)
+        self._offers = Offers(
+            library.empty_array("q", places * (library.NUM_SCORES + 1)),
+            library.empty_array("f", places * library.NUM_SCORES),
+            library.empty_array("d", places * library.NUM_SCORES),
+        )
+        self._fed, self._num_fed = library.structures(library.Fed, num_steps * most_rounds), library.empty_array("q", num_steps)
         self.results = library.GrownTreesStructure(
             *(most, most_rounds),
             *map(library.address_of, (self._counts, self._rounds, self._nodes, self._chances)),
-            *(library.address(self._tokens), library.address(self._odds), library.address(self._noise)),
+            *map(library.address_of, (self._offers.tokens, self._offers.odds, self._offers.noise)),
             *(self._fed, library.address_of(self._num_fed)),
         )
 
@@ -183,22 +190,21 @@ class NativeGrowth:
         """Return the trees of a step that has run."""
         most, num_trees = self.most_nodes, self.num_trees
         own, first_node, first_chance = slice(step * num_trees, (step + 1) * num_trees), step * 6 * most, step * 2 * most
-        places = slice(step * most, (step + 1) * most)
-        trees = []
-        ends = pairwise(accumulate(self._counts[own], initial=0))
-        for (first, end), num_rounds in zip(ends, self._rounds[own], strict=True):
-            parents, token_ids, offers, keeps_slot, by_age, origins = (
+        trees, first = [], 0
+        for count, num_rounds in zip(self._counts[own], self._rounds[own], strict=True):
+            end = first + count
+            parents, token_ids, places, keeps_slot, by_age, origins = [
                 tuple(self._nodes[start + first : start + end]) for start in range(first_node, first_node + 6 * most, most)
-            )
-            of_tree, given_parent = (
+            ]
+            of_tree, given_parent = [
                 tuple(self._chances[start + first : start + end]) for start in (first_chance, first_chance + most)
-            )
-            trees.append(
-                GrownTree(*(parents, token_ids, offers, keeps_slot, by_age[:-1], origins[:-1], of_tree, given_parent, num_rounds))
-            )
+            ]
+            by_age, origins = by_age[:-1], origins[:-1]
+            trees.append(GrownTree(parents, token_ids, places, keeps_slot, by_age, origins, of_tree, given_parent, num_rounds))
+            first = end
         first_round = step * self.results.most_rounds
         fed = self._fed[first_round : first_round + self._num_fed[step]]
-        return GrownTrees(trees, Offers(self._tokens[places], self._odds[places], self._noise[places]), fed)
+        return GrownTrees(trees, structs.replace(self._offers, first=step * most), fed)
 
 
 def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> library.RankedRowStructure:

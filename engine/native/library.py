@@ -124,11 +124,11 @@ class Pass(Structure):
         *((name, POINTER(c_void_p)) for name in ("cosines", "sines")),
         *((name, c_void_p) for name in ("rows", "states", "logits", "largest", "likeliest")),
         ("kept", POINTER(c_void_p)),
-        ("features", POINTER(FeaturesStructure)),
+        ("features", c_void_p),
         ("is_cached_in_half", c_int64),
         ("adapters", c_void_p),
         ("most_rank", c_int64),
-        ("walked", POINTER(Walked)),
+        ("walked", c_void_p),
         ("num_trees", c_int64),
     )
 
@@ -368,6 +368,16 @@ def num_threads() -> int:
     return _num_threads or torch.get_num_threads()
 
 
+def structures(kind: type[Structure], count: int) -> Any:
+    """Return an array of structures for the library to read or to write to."""
+    return _array_type(kind, count)()
+
+
+@cache  # ctypes makes a type that is in use nowhere anew
+def _array_type(kind: type[Structure], count: int) -> Any:
+    return kind * count
+
+
 def address(array: NDArray[Any]) -> int:
     """Return the address of a contiguous NumPy array."""
     return int(array.__array_interface__["data"][0])
@@ -378,9 +388,12 @@ def address_of(numbers: Numbers) -> int:
     return numbers.buffer_info()[0]
 
 
+_ZERO = {typecode: array(typecode, (0,)) for typecode in "qdfB"}
+
+
 def empty_array(typecode: str, count: int) -> Numbers:
     """Return an array of `count` numbers for the library to write to."""
-    return array(typecode, bytes(array(typecode).itemsize * count))
+    return _ZERO[typecode] * count
 
 
 Pointers: TypeAlias = "ctypes.Array[c_void_p]"

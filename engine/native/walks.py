@@ -10,8 +10,8 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import NamedTuple
 
+import msgspec
 from jaxtyping import Float
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from engine.native import library
 from engine.native.distributions import KeptTokens
 
 
-class WalkedPath(NamedTuple):
+class WalkedPath(msgspec.Struct, frozen=True):
     """Nodes from the root on, and the token after the last node."""
 
     path: tuple[int, ...]
@@ -71,34 +71,28 @@ class Walks:
     ) -> None:
         self.steps = steps
         self.num_trees = num_trees = len(trees)
-        self._firsts = firsts = [*accumulate((tree.num_nodes for tree in trees), initial=0)]
-        num_nodes = firsts[-1]
-        assert len(rows) == num_nodes
         assert len(temperatures) == len(keys) == num_trees
         # Python's own arrays: NumPy's take longer to make than the few numbers of plain decoding.
-        numbers, keys_N = array("q", firsts), array("Q")
-        numbers.extend(rows)
-        numbers.extend(chain.from_iterable(tree.parents for tree in trees))
-        numbers.extend(chain.from_iterable(tree.token_ids for tree in trees))
+        firsts, parents, token_ids, keys_N = array("q", (0,)), array("q"), array("q"), array("Q")
         for tree, of_tree in zip(trees, keys, strict=True):
+            parents.extend(tree.parents)
+            token_ids.extend(tree.token_ids)
+            firsts.append(len(parents))
             keys_N.extend(of_tree)
-            keys_N.extend((0,) * (tree.num_nodes - len(of_tree)))
+            keys_N.extend((0,) * (len(parents) - len(keys_N)))
+        self._firsts, num_nodes = firsts, len(parents)
+        assert len(rows) == num_nodes
+        numbers = firsts + array("q", rows) + parents + token_ids
         inverse_temperatures = array("f", [1.0 / one if one else 0.0 for one in array("f", temperatures)])
         kept_B3 = array("d", chain.from_iterable([KeptTokens()] * num_trees if truncations is None else truncations))
         self._found = library.empty_array("q", num_nodes + 2 * num_trees)
         self._memory = numbers, keys_N, inverse_temperatures, kept_B3
-        begin, written = library.address_of(numbers), library.address_of(self._found)
-        self.structure = library.Walked(
-            firsts=begin,
-            rows=begin + 8 * (num_trees + 1),
-            parents=begin + 8 * (num_trees + 1 + num_nodes),
-            tokens=begin + 8 * (num_trees + 1 + 2 * num_nodes),
-            keys=library.address_of(keys_N),
-            inverse_temperatures=library.address_of(inverse_temperatures),
-            truncations=library.address_of(kept_B3),
-            path=written,
-            lengths=written + 8 * num_nodes,
-            extras=written + 8 * (num_nodes + num_trees),
+        begin, written, row = numbers.buffer_info()[0], self._found.buffer_info()[0], 8 * num_nodes
+        of_rows = begin + 8 * len(firsts)
+        self.structure = library.Walked(  # in the order of its fields
+            *(begin, of_rows, of_rows + row, of_rows + 2 * row),
+            *(inverse_temperatures.buffer_info()[0], kept_B3.buffer_info()[0], keys_N.buffer_info()[0]),
+            *(written, written + row, written + row + 8 * num_trees),
         )
 
     def paths(self) -> list[WalkedPath | None]:

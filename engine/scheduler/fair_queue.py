@@ -27,9 +27,10 @@ class FairQueue:
         self._returned = WaitingQueue()
         self._groups: dict[str, _Group] = {}  # one for each API key, never removed
         self._num_served_last = 0  # the count of the group served last, at that time
+        self._num_waiting = 0
 
     def __len__(self) -> int:
-        return len(self._returned) + sum(len(group.waiting) for group in self._groups.values())
+        return self._num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield the waiting sequences, in order within each group."""
@@ -43,10 +44,12 @@ class FairQueue:
         if not group.waiting:
             group.num_served = max(group.num_served, self._num_served_last)
         group.waiting.push(sequence)
+        self._num_waiting += 1
 
     def push_back(self, sequence: Sequence) -> None:
         """Queue a preempted sequence before all others."""
         self._returned.push_back(sequence)
+        self._num_waiting += 1
 
     @property
     def first(self) -> Sequence | None:
@@ -78,4 +81,5 @@ class FairQueue:
         waiting = next((queue for queue in queues if sequence.request_id in queue), None)
         if waiting is not None:
             waiting.remove(sequence)
+            self._num_waiting -= 1
         return waiting is not None

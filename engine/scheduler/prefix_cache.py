@@ -67,7 +67,9 @@ class PrefixCache:
         """
         if sequence.salt is None:
             return
-        size = self._block_tokens
+        size, num_drafted = self._block_tokens, sequence.draft_len // self._block_tokens
+        if len(sequence.slots) < (len(sequence.blocks) + 1) * size and num_drafted == sequence.num_marked:
+            return  # no block is complete
         added: list[Block] = []
         while sequence.target_len >= sequence.num_shared + size:
             key = self._next_key(sequence)
@@ -81,7 +83,7 @@ class PrefixCache:
             added.append(block)
         if added and self._log is not None:
             self._log.add(added, sequence.salt)
-        num_drafted = min(len(sequence.blocks), sequence.draft_len // size)
+        num_drafted = min(len(sequence.blocks), num_drafted)
         for block in sequence.blocks[sequence.num_marked : num_drafted]:
             block.is_drafted = True
         sequence.num_marked = num_drafted

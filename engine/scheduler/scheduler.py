@@ -25,7 +25,7 @@ from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.prompt_pacing import PromptPacing
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.slot_allocator import BlockKey, IntegrityError, SlotAllocator
-from engine.scheduler.token_budget import TokenDemand, TokenShare, share_tokens
+from engine.scheduler.token_budget import PLAIN_SHARE, TokenDemand, TokenShare, share_tokens
 
 _logger = logging.getLogger(__name__)
 
@@ -161,9 +161,11 @@ class Scheduler:
     def admit(self) -> None:
         """Start waiting sequences in order while there are slots for their uncached tokens. Reuse cached prefixes."""
         for running in self._running:
-            if running.num_uncached > 1 or running.draft_len < running.num_shared:  # else no block is left to find
+            if running.draft_len < running.num_shared or running.num_uncached > 1:  # else no block is left to find
                 self._extend_from_cache(running)
-        promised = sum(running.num_uncached for running in self._running) if self._waiting else 0
+        if not self._waiting:
+            return
+        promised = sum(running.num_uncached for running in self._running)
         while len(self._running) < self._config.max_running and (sequence := self._waiting.first) is not None:
             if self._running and promised >= self.num_free:
                 return
@@ -249,29 +251,31 @@ class Scheduler:
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
         sequences = self._stepping()
         trees = [self._permitted(sequence, expansion) for sequence, expansion in zip(sequences, wanted, strict=True)]
-        demands = [TokenDemand(_num_fed(one), self._num_draftable(one, tree)) for one, tree in zip(sequences, trees, strict=True)]
-        shares = share_tokens(demands, max_tokens)
+        if self._decoding_batch is not None and all(tree is PLAIN for tree in trees):
+            shares = [PLAIN_SHARE] * len(trees)
+        else:
+            pairs = zip(sequences, trees, strict=True)
+            shares = share_tokens([TokenDemand(_num_fed(one), self._num_draftable(one, tree)) for one, tree in pairs], max_tokens)
         rows: list[Row] = []
         num_preempted, draft_feed = 0, max_tokens
         most_behind = self._most_behind(sequences, trees) if keeps_up else None
         num_steps = 1 if most_steps is ONE_STEP else self._num_steps(sequences, trees, most_steps)
         self._step += 1
         for sequence, tree, share in zip(sequences, trees, shares, strict=True):
-            if sequence not in self._running:  # preempted to make room for an older one
+            num_certain = share.num_certain
+            if num_preempted and sequence not in self._running:  # preempted to make room for an older one
                 continue
-            expansion = self._fitted(sequence, tree, share, draft_feed)
-            num_preempted += self._make_room(sequence, share.num_certain)
-            if sequence in self._running:
-                draft_ids = self._draft_feed(sequence, share.num_certain, tree, expansion, most_behind)
-                draft_ids, num_later = draft_ids[:draft_feed], (num_steps - 1) * (1 + expansion.max_depth)
-                rows.append(self._row(sequence, share.num_certain, expansion, draft_ids, growth_costs, num_later))
-                draft_feed -= len(rows[-1].draft_ids)
-        num_prefix_queries, num_prefix_hits, self._num_prefix_queries, self._num_prefix_hits = (
-            self._num_prefix_queries,
-            self._num_prefix_hits,
-            0,
-            0,
-        )
+            expansion = PLAIN if tree is PLAIN else self._fitted(sequence, tree, share, draft_feed)
+            if num_certain > self.pool.num_free:
+                num_preempted += self._make_room(sequence, num_certain)
+                if sequence not in self._running:
+                    continue
+            draft_ids = self._draft_feed(sequence, num_certain, tree, expansion, most_behind)[:draft_feed]
+            draft_feed -= len(draft_ids)
+            num_later = (num_steps - 1) * (1 + expansion.max_depth)
+            rows.append(self._row(sequence, num_certain, expansion, draft_ids, growth_costs, num_later))
+        num_prefix_queries, self._num_prefix_queries = self._num_prefix_queries, 0
+        num_prefix_hits, self._num_prefix_hits = self._num_prefix_hits, 0
         return StepPlan(self._step, tuple(rows), num_preempted, num_prefix_queries, num_prefix_hits, num_steps)
 
     def _num_steps(self, sequences: SequenceOf[Sequence], trees: SequenceOf[Expansion], most: MostSteps) -> int:
@@ -284,12 +288,12 @@ class Scheduler:
         may_admit = bool(self._waiting) and len(self._running) < self._config.max_running
         if most_steps == 1 or len(sequences) < len(self._running) or may_admit or self.traces_all:
             return 1
-        if any(sequence.needs_host or sequence.num_uncached > 1 for sequence in sequences):
+        if not sequences or any(sequence.needs_host or sequence.num_uncached > 1 for sequence in sequences):
             return 1
-        num_remaining = min((sequence.num_remaining for sequence in sequences), default=1)
-        num_free = self.num_free - sum(tree.num_draft_tokens for tree in trees)
-        num_slots = sum(1 + tree.max_depth for tree in trees)  # of each step after the first
-        return max(1, min(most_steps, num_remaining, num_free // max(1, num_slots)))
+        num_remaining = min([sequence.num_remaining for sequence in sequences])
+        num_slots = len(sequences) if are_plain else sum([1 + tree.max_depth for tree in trees])  # of each step after the first
+        num_free = self.num_free - (0 if are_plain else sum([tree.num_draft_tokens for tree in trees]))
+        return max(1, min(most_steps, num_remaining, num_free // num_slots))
 
     def _permitted(self, sequence: Sequence, expansion: Expansion) -> Expansion:
         """Return the tree for a sequence: its request's if set, else the policy's, fitted to the verifier and to its limits.
@@ -297,10 +301,8 @@ class Scheduler:
         Greedy rows may have any tree. The depth is at most the number of remaining tokens minus the extra token.
         """
         speculation = sequence.request.speculation
-        if not speculation.is_enabled:
-            return PLAIN
         chosen = speculation.expansion or expansion
-        if chosen.is_plain:
+        if not speculation.is_enabled or chosen.is_plain:
             return PLAIN
         tree = chosen if sequence.request.sampling.is_greedy else fitted(chosen, sequence.verifier)
         most = tree.num_draft_tokens if speculation.max_nodes is None else min(speculation.max_nodes, tree.num_draft_tokens)
@@ -341,45 +343,48 @@ class Scheduler:
         num_later: int,
     ) -> Row:
         """Allocate the sequence's slots, `num_later` of them for tokens of later steps, and return its row."""
-        context_len = sequence.target_len
-        sequence.slots.extend(self._allocated(num_certain + expansion.num_draft_tokens + num_later))
+        request, token_ids, context_len = sequence.request, sequence.token_ids, len(sequence.slots)
+        num_drafted = 0 if expansion is PLAIN else expansion.num_draft_tokens
+        sequence.slots.extend(self._allocated(num_certain + num_drafted + num_later))
         end = context_len + num_certain
         return Row(
             request_id=sequence.request_id,
             context_len=context_len,
-            certain_ids=tuple(sequence.token_ids[context_len:end]),
+            certain_ids=tuple(token_ids[context_len:end]),
             num_new_prompt_tokens=sequence.count_prompt(end),
-            is_decoding=end == sequence.num_tokens,
+            is_decoding=end == len(token_ids),
             draft_len=sequence.draft_len,
             draft_ids=tuple(draft_ids),
             expansion=expansion,
             slots=sequence.slots[:],
-            sampling=sequence.request.sampling,
+            sampling=request.sampling,
             verifier=sequence.verifier,
             seed=sequence.seed,
-            history=sequence.token_ids,
-            num_prompt_tokens=len(sequence.request.prompt_ids),
-            is_traced=self.traces_all or sequence.request.speculation.is_traced,
-            growth_costs=FREE_GROWTH if sequence.request.speculation.expansion else growth_costs,
-            adapter=sequence.request.adapter,
-            allows_drafts=sequence.request.speculation.allows_drafts,
+            history=token_ids,
+            num_prompt_tokens=len(request.prompt_ids),
+            is_traced=self.traces_all or request.speculation.is_traced,
+            growth_costs=FREE_GROWTH if request.speculation.expansion else growth_costs,
+            adapter=request.adapter,
+            allows_drafts=sequence.allows_drafts,
         )
 
     def _allocated(self, count: int) -> list[int]:
         """Allocate slots, evicting unused blocks if too few are free."""
-        while self.pool.num_free < count and self._prefix_cache.num_unused_slots:
-            self.pool.free(self._prefix_cache.evict())
-        return self.pool.allocate(count)
+        pool = self.pool
+        while pool.num_free < count and self._prefix_cache.num_unused_slots:
+            pool.free(self._prefix_cache.evict())
+        return pool.allocate(count)
 
     def _most_behind(self, sequences: SequenceOf[Sequence], trees: SequenceOf[Expansion]) -> int:
         """Return how many tokens of a plain row the drafter may lack in this step.
 
         Once it lacks too many of one row, rows half as far behind are fed too, in the same pass.
         """
-        rows = zip(sequences, trees, strict=True)
-        plain = [one for one, tree in rows if tree.is_plain and one.request.speculation.is_enabled]
-        is_late = any(one.num_tokens - one.draft_len > _MOST_BEHIND for one in plain)
-        return _MOST_BEHIND // 2 if is_late else _MOST_BEHIND
+        for one, tree in zip(sequences, trees, strict=True):
+            is_behind = one.num_tokens - one.draft_len > _MOST_BEHIND
+            if is_behind and tree.is_plain and one.request.speculation.is_enabled:
+                return _MOST_BEHIND // 2
+        return _MOST_BEHIND
 
     def _draft_feed(
         self, sequence: Sequence, num_certain: int, tree: Expansion, expansion: Expansion, most_behind: int | None
@@ -389,10 +394,10 @@ class Scheduler:
         Must be called before the row's slots are allocated. A drafter that reads the target's features is fed one step later.
         With `most_behind` None, a row without a tree is not fed, not even its prompt.
         """
-        end = sequence.target_len + num_certain
-        if not expansion.is_plain:
+        end = len(sequence.slots) + num_certain
+        if not (expansion is PLAIN or expansion.is_plain):
             return sequence.token_ids[sequence.draft_len : end]
-        is_unfed = tree.is_plain and most_behind is None
+        is_unfed = most_behind is None and tree.is_plain
         if is_unfed or self._feeding is Feeding.TARGET_CACHE or not sequence.request.speculation.is_enabled:
             return []
         reach = sequence.target_len if self._feeding is Feeding.TARGET_FEATURES else end
@@ -421,16 +426,17 @@ class Scheduler:
             table before  [ context | certain .. root  n1 n2 n3 n4 ]     path = root, n2, n4
             table after   [ context | certain .. root  n2 n4 ]           n1 and n3 are freed
         """
-        sequence = self._by_id[row.request_id]
+        sequence, token_ids = self._by_id[row.request_id], result.tree.token_ids
         is_first = sequence.num_generated == 0
-        drafted = [result.tree.token_ids[node] for node in result.path[1:]]
+        drafted = [token_ids[node] for node in result.path[1:]]
         new_ids, finish = sequence.accept([*drafted, result.extra_id])
         num_kept = min(len(drafted), len(new_ids))
         sequence.token_ids.extend(new_ids)
         self._waiting.charge(sequence, len(new_ids))
-        path = result.path[: num_kept + 1]  # a stop token or limit may cut it
-        if len(row.slots) > row.end:
-            self._keep(sequence, row.root_position, array("q", [row.slots[row.root_position + node] for node in path]))
+        end, slots = row.end, row.slots
+        if len(slots) > end:
+            path = result.path[: num_kept + 1]  # a stop token or limit may cut it
+            self._keep(sequence, end - 1, array("q", [slots[end - 1 + node] for node in path]))
         sequence.draft_len = self._draft_len_after(row, result)
         self._prefix_cache.publish(sequence)
         self._prefix_cache.mark_finite(sequence)

@@ -28,6 +28,7 @@ class Sequence:
         self.request = request
         self.request_id, self.group = request.request_id, request.group
         self.seed = seed
+        self._prompt_len = len(request.prompt_ids)
         self.verifier = verifier
         self.token_ids: list[int] = [*request.prompt_ids, *request.progress.token_ids]
         self.slots = array("q")
@@ -39,6 +40,7 @@ class Sequence:
         self.arrival_s = time.monotonic()
         self.queued_s: float | None = None
         self.needs_host = _needs_host(request)
+        self.allows_drafts = request.speculation.allows_drafts
         self._num_counted_prompt = _num_fed_before(request)
 
     @property
@@ -49,12 +51,12 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         """Tokens generated so far, including tokens from earlier engines."""
-        return len(self.token_ids) - len(self.request.prompt_ids)
+        return len(self.token_ids) - self._prompt_len
 
     @property
     def num_remaining(self) -> int:
         """Tokens that may still be generated."""
-        return self.request.sampling.max_tokens - self.num_generated
+        return self.request.sampling.max_tokens - len(self.token_ids) + self._prompt_len
 
     @property
     def target_len(self) -> int:
@@ -110,8 +112,9 @@ class Sequence:
 
         Prompt tokens that an earlier engine fed for a resumed request are not counted again.
         """
-        reached = min(end, len(self.request.prompt_ids))
-        fresh = max(0, reached - self._num_counted_prompt)
+        fresh = min(end, self._prompt_len) - self._num_counted_prompt
+        if fresh <= 0:
+            return 0
         self._num_counted_prompt += fresh
         return fresh
 

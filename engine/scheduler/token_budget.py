@@ -4,24 +4,25 @@ Plain arithmetic over demands, without sequences and slots.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 
-class TokenDemand(NamedTuple):
+class TokenDemand(msgspec.Struct, frozen=True):
     """A row's demand: uncached tokens (the root included) and drafted nodes."""
 
     num_uncached: int
     num_draft_tokens: int
 
 
-class TokenShare(NamedTuple):
+class TokenShare(msgspec.Struct, frozen=True):
     """A row's share of the budget: certain tokens, at least one, and a maximum of drafted nodes."""
 
     num_certain: int
     max_draft_tokens: int
 
 
-_PLAIN_DEMAND, _PLAIN_SHARE = TokenDemand(1, 0), TokenShare(1, 0)  # of a row that decodes plainly
+PLAIN_SHARE = TokenShare(1, 0)  # of a row that decodes plainly
 
 
 def fair_shares(demands: Sequence[int], total: int) -> list[int]:
@@ -42,8 +43,8 @@ def share_tokens(demands: Sequence[TokenDemand], max_step_tokens: int) -> list[T
     Every row gets one token. Unfed prompts have priority on half of the step, and also get the tokens that trees do not need. A
     row whose prompt ends in this step may draft within the rest.
     """
-    if all(demand == _PLAIN_DEMAND for demand in demands):
-        return [_PLAIN_SHARE] * len(demands)
+    if sum([demand.num_uncached + demand.num_draft_tokens for demand in demands]) <= max_step_tokens:
+        return [TokenShare(demand.num_uncached, demand.num_draft_tokens) for demand in demands]
     tokens = max_step_tokens - len(demands)
     prompts = [demand.num_uncached - 1 for demand in demands]
     decoding_trees = sum(demand.num_draft_tokens for demand in demands if demand.num_uncached == 1)

@@ -1,8 +1,7 @@
 """Statistics of a step, and the feedback that a policy learns from."""
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import msgspec
 from jaxtyping import Float
@@ -65,7 +64,7 @@ class RowOutcome(msgspec.Struct, frozen=True):
     @property
     def num_drafted(self) -> int:
         """The number of drafted tokens. Tokens of plain steps in a row are not drafted."""
-        return self.tree.num_nodes - 1 if self.row.is_drafting else 0
+        return len(self.tree.parents) - 1 if self.row.is_drafting else 0
 
     @property
     def accepted_depth(self) -> int:
@@ -93,8 +92,7 @@ class RowOutcome(msgspec.Struct, frozen=True):
         return Ending(self.offset + last, probs_rows[last], slot, self.verdict.extra_id, self.row.sampling)
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(msgspec.Struct, frozen=True):
     """The whole record of a step: its plan, the policy's choice, the outcomes of the decoding rows, and seconds by stage.
 
     Trees grew in `num_draft_rounds` rounds with `draft_passes` of the draft model. `num_steps` ran in a row. If they decode
@@ -117,14 +115,8 @@ class StepRecord:
         certain = sum([len(row.certain_ids) for row in self.plan.rows])
         return self.num_steps * certain + sum([outcome.num_drafted for outcome in self.outcomes])
 
-    @property
-    def num_emitted(self) -> int:
-        """Tokens emitted in the step."""
-        return sum([len(outcome.emission.new_ids) for outcome in self.outcomes if outcome.emission])
 
-
-@dataclass(frozen=True, slots=True)
-class CommittedRecord:
+class CommittedRecord(msgspec.Struct, frozen=True):
     """A step's record with its tensors, for the time of the step. The feedback does not keep the tensors."""
 
     record: StepRecord
@@ -212,9 +204,9 @@ def _work_of(record: StepRecord) -> StepWork:
     )
 
 
-def _count(counts: dict[str, int], sources: Iterable[DraftSource]) -> None:
-    for source in sources:
-        counts[source.value] = counts.get(source.value, 0) + 1
+def _count(counts: dict[str, int], sources: Sequence[DraftSource]) -> None:
+    for source in dict.fromkeys(sources):
+        counts[source] = counts.get(source, 0) + sources.count(source)
 
 
 def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepStats:
@@ -222,53 +214,57 @@ def stats_of(record: StepRecord, scheduler: Scheduler, target: Target) -> StepSt
 
     One loop, because Python functions that ran before the target's pass are slow: the pass has emptied the processor's caches.
     """
-    laps, rows, num_steps, num_decoding = record.laps, record.plan.rows, record.num_steps, len(record.plan.decoding)
-    num_target_tokens = record.num_target_tokens
-    num_draft_tokens = num_undraftable = num_expected = num_realised = 0
+    laps, plan, num_steps = record.laps, record.plan, record.num_steps
+    num_certain = num_keys = num_new_prompt = 0
+    for row in plan.rows:
+        num_certain += len(row.certain_ids)
+        num_keys += row.context_len
+        num_new_prompt += row.num_new_prompt_tokens
+    num_draft_tokens = num_undraftable = num_expected = num_realised = num_emitted = 0
     expected_tokens, accepted = 0.0, list[int]()
     labels: dict[int, str] = {}  # of equal objects, since creating a label is slow
     expansions: dict[str, int] = {}
     drafted_by_source: dict[str, int] = {}
     accepted_by_source: dict[str, int] = {}
-    num_drafts = 0
-    for row in record.plan.decoding:
-        expansion = row.expansion
-        if (label := labels.get(id(expansion))) is None:
-            label = labels[id(expansion)] = expansion.label
+    for row in plan.decoding:
+        if (label := labels.get(id(row.expansion))) is None:
+            label = labels[id(row.expansion)] = row.expansion.label
         expansions[label] = expansions.get(label, 0) + 1
         num_undraftable += not row.allows_drafts
     for outcome in record.outcomes:
-        num_drafted, expected = outcome.num_drafted, outcome.expected_tokens
-        if expected is not None and isinstance(outcome.verdict, Verdict):
-            num_expected, num_realised = num_expected + outcome.num_steps, num_realised + len(outcome.verdict.path)
-            expected_tokens += expected
+        verdict, emission, num_drafted = outcome.verdict, outcome.emission, outcome.num_drafted
+        if isinstance(verdict, Verdict) and verdict.expected_tokens is not None:
+            num_expected, num_realised = num_expected + outcome.num_steps, num_realised + len(verdict.path)
+            expected_tokens += verdict.expected_tokens
+        if emission is not None:
+            num_emitted += len(emission.new_ids)
         if num_drafted:
-            num_drafts, num_draft_tokens = num_drafts + 1, num_draft_tokens + num_drafted
+            num_draft_tokens += num_drafted
             _count(drafted_by_source, outcome.sources)
             _count(accepted_by_source, outcome.accepted_sources)
-            if outcome.emission:
-                accepted.append(outcome.emission.num_accepted)
+            accepted.append(0 if emission is None else emission.num_accepted)
+    num_target_tokens = num_steps * num_certain + num_draft_tokens
     return StepStats(
-        step=record.plan.step,
+        step=plan.step,
         num_steps=num_steps,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
         num_used_slots=scheduler.num_used_slots,
         num_slots=scheduler.pool.num_slots,
-        num_prompt_tokens=sum([row.num_new_prompt_tokens for row in rows]),
-        num_prefix_queries=record.plan.num_prefix_queries,
-        num_prefix_hits=record.plan.num_prefix_hits,
-        num_generated_tokens=record.num_emitted,
-        num_drafts=num_drafts,
+        num_prompt_tokens=num_new_prompt,
+        num_prefix_queries=plan.num_prefix_queries,
+        num_prefix_hits=plan.num_prefix_hits,
+        num_generated_tokens=num_emitted,
+        num_drafts=len(accepted),
         num_draft_tokens=num_draft_tokens,
         num_accepted_tokens=sum(accepted),
-        num_decoding_rows=num_decoding,
+        num_decoding_rows=len(plan.decoding),
         num_undraftable_rows=num_undraftable,
         num_target_tokens=num_target_tokens,
-        num_read_bytes=num_steps * target.traffic.num_bytes(sum([row.end for row in rows])) if rows else 0,
-        num_operations=target.traffic.num_operations(num_target_tokens) if rows else 0,
-        num_preemptions=record.plan.num_preempted,
-        accepted_per_depth=tuple([sum([a > depth for a in accepted]) for depth in range(max(accepted, default=0))]),
+        num_read_bytes=num_steps * target.traffic.num_bytes(num_keys + num_certain) if plan.rows else 0,
+        num_operations=target.traffic.num_operations(num_target_tokens) if plan.rows else 0,
+        num_preemptions=plan.num_preempted,
+        accepted_per_depth=tuple([sum([a > depth for a in accepted]) for depth in range(max(accepted))]) if accepted else (),
         expansions=expansions,
         drafted_by_source=drafted_by_source,
         accepted_by_source=accepted_by_source,

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -18,6 +19,7 @@ from engine.core.step_plan import Row, SamplingContext
 from engine.core.tree import TokenTree
 from engine.core.types import ErrorCode, TokenLogprobs
 from engine.native import distributions as native
+from engine.native.distributions import KeptTokens
 from engine.native.walks import Steps, Walks
 from engine.sampling import device_choice
 from engine.sampling.argmax import RowArgMax, argmax_rows
@@ -214,11 +216,10 @@ def node_draws(rows: Sequence[Row], trees: Sequence[TokenTree]) -> NodeDraws:
     return NodeDraws(temperatures, keys)
 
 
-@dataclass(frozen=True)
-class PassWalks:
+class PassWalks(msgspec.Struct, frozen=True):
     """The trees of a step that a pass of the native library follows itself: greedy and coupled ones, without logit edits."""
 
-    indices: tuple[int, ...]  # of their rows
+    indices: Sequence[int]  # of their rows
     walks: Walks
 
     @property
@@ -254,22 +255,26 @@ def pass_walks(rows: Sequence[Row], forest: Forest, num_steps: int = 1) -> PassW
 
     With more than one step the trees are roots, and the library can follow all of them.
     """
-    rules = [_rule(row, tree, _NATIVE_COUPLED) for row, tree in zip(rows, forest.trees, strict=True)]
-    indices = [
-        index
-        for index, (row, rule) in enumerate(zip(rows, rules, strict=True))
-        if rule in (_GREEDY, _NATIVE_COUPLED) and not row.sampling.edits_logits
-    ]
-    chosen, offsets = [rows[index] for index in indices], forest.offsets
-    walks = Walks(
-        trees := [forest.trees[index] for index in indices],
-        [node for index in indices for node in range(offsets[index], offsets[index + 1])],
-        [walk_temperature(row.sampling) for row in chosen],
-        [() if row.sampling.is_greedy else depth_keys(tree, row.key) for tree, row in zip(trees, chosen, strict=True)],
-        [truncation(row.sampling) for row in chosen],
-        None if num_steps == 1 else _steps(rows, num_steps),
-    )
-    return PassWalks(tuple(indices), walks)
+    indices: list[int] = []
+    trees: list[TokenTree] = []
+    nodes: list[int] = []
+    temperatures: list[float] = []
+    keys: list[Sequence[int]] = []
+    truncations: list[KeptTokens] = []
+    end = 0
+    for index, (row, tree) in enumerate(zip(rows, forest.trees, strict=True)):
+        first, end, sampling = end, end + len(tree.parents), row.sampling
+        rule = _rule(row, tree, _NATIVE_COUPLED)
+        if (rule != _GREEDY and rule != _NATIVE_COUPLED) or sampling.edits_logits:
+            continue
+        indices.append(index)
+        trees.append(tree)
+        nodes.extend(range(first, end))
+        temperatures.append(walk_temperature(sampling))
+        keys.append(() if rule == _GREEDY else depth_keys(tree, row.key))
+        truncations.append(truncation(sampling))
+    steps = None if num_steps == 1 else _steps(rows, num_steps)
+    return PassWalks(indices, Walks(trees, nodes, temperatures, keys, truncations, steps))
 
 
 def _steps(rows: Sequence[Row], num_steps: int) -> Steps:

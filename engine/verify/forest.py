@@ -4,17 +4,16 @@ Shape key: B trees, N nodes of all trees (tree after tree, each in its own node 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.tree import TokenTree
 
 
-@dataclass(frozen=True)
-class Forest:
+class Forest(msgspec.Struct, frozen=True, dict=True):
     """B token trees and the processed draft distributions.
 
     `draft_probs_RV` is float32. The children of node v of tree b were drawn from row `probs_rows[b][v]`; a leaf has None. Every
@@ -30,7 +29,7 @@ class Forest:
         """First packed node of each tree, then the number of all nodes."""
         offsets = [0]
         for tree in self.trees:
-            offsets.append(offsets[-1] + tree.num_nodes)
+            offsets.append(offsets[-1] + len(tree.parents))
         return tuple(offsets)
 
     @property

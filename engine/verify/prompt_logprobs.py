@@ -32,6 +32,8 @@ class ScoredTokens:
 
 def scored_prompt_tokens(plan: StepPlan, trees: Sequence[TokenTree]) -> list[ScoredTokens]:
     """Return the prompt tokens that a step scores, for rows with `num_prompt_logprobs`; `trees` belong to the decoding rows."""
+    if {row.sampling.num_prompt_logprobs for row in plan.rows} == {None}:
+        return []
     found, remaining, start = [], iter(trees), 0
     for row in plan.rows:
         if row.sampling.num_prompt_logprobs is not None and row.num_new_prompt_tokens:
@@ -76,7 +78,7 @@ def score_prompt_tokens(scored: Sequence[ScoredTokens], logits_SV: Float[Tensor,
 def with_prompt_logprobs(events: Sequence[TokenEvent], scores: Mapping[str, tuple[TokenLogprobs, ...]]) -> list[TokenEvent]:
     """Return a step's events with the prompt log-probabilities; a row that only fed a chunk gets an event of its own."""
     if not scores:
-        return [*events]
+        return list(events)
     missing = scores.keys() - {event.request_id for event in events}
     completed = [structs.replace(event, prompt_logprobs=scores.get(event.request_id, ())) for event in events]
     return [*completed, *(TokenEvent(name, prompt_logprobs=scores[name]) for name in scores if name in missing and scores[name])]

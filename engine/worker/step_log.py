@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from engine.core.step_observer import StepObserver
-from engine.core.step_plan import Row, StepPlan
+from engine.core.step_plan import StepPlan
 
 _HEADER = struct.Struct("<II")
 _SIZE_BYTES = 1 << 20  # of a sparse file; thousands of rows
@@ -46,7 +46,14 @@ class StepNote(msgspec.Struct, frozen=True):
 
 def note_of(plan: StepPlan, preparing: tuple[str, ...]) -> StepNote:
     """Return the summary of a plan."""
-    return StepNote(plan.step, tuple(_row_note(row) for row in plan.rows), preparing)
+    texts: dict[int, str] = {}  # of equal objects, since creating a text is slow
+    notes = []
+    for row in plan.rows:
+        expansion = None
+        if row.is_decoding and (expansion := texts.get(id(row.expansion))) is None:
+            expansion = texts[id(row.expansion)] = str(row.expansion)
+        notes.append(RowNote(row.request_id, row.context_len, len(row.certain_ids), expansion))
+    return StepNote(plan.step, tuple(notes), preparing)
 
 
 class StepNotes(StepObserver):
@@ -59,10 +66,6 @@ class StepNotes(StepObserver):
     def before_step(self, plan: StepPlan) -> None:
         """Call the listener."""
         self._listener(note_of(plan, self._preparing()))
-
-
-def _row_note(row: Row) -> RowNote:
-    return RowNote(row.request_id, row.context_len, len(row.certain_ids), str(row.expansion) if row.is_decoding else None)
 
 
 class StepLog:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from engine.attention.packing import PackedBatch, Segment, pack
@@ -50,7 +51,7 @@ def same(value):
 
 def repadded(batch: PackedBatch, **changes: Any) -> PackedBatch:
     """Return the batch with other padded groups."""
-    changed = replace(batch)
+    changed = structs.replace(batch)
     vars(changed)["padded"] = replace(batch.padded, **changes)  # where a cached property is kept
     return changed
 

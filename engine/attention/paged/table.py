@@ -116,9 +116,9 @@ def _tails(batch: PackedBatch) -> _Tails:
         return _Tails([], np.zeros(0, dtype=np.int64))
     words = [_bits(segment.tail_visible_TW) for segment in batch.segments]
     sizes = np.array([0, *(part.size for part in words[:-1])])
-    flat = batch.flat
-    before = len(flat.key_slots) + len(flat.tail_positions)
-    parts = [flat.key_slots.astype(np.int32), flat.tail_positions.astype(np.int32), *(part.ravel() for part in words)]
+    key_slots, tail_positions = batch.key_slots.astype(np.int32), batch.tail_positions.astype(np.int32)
+    before = len(key_slots) + len(tail_positions)
+    parts = [key_slots, tail_positions, *(part.ravel() for part in words)]
     return _Tails(parts, before + sizes.cumsum())
 
 
@@ -145,7 +145,7 @@ def _tiles(batch: PackedBatch, shape: Shape, head_len: int, first_words: NDArray
     segments = np.zeros((num_segments + 1, NUM_TILE_FIELDS), dtype=np.int64)
     segments[-1, :2] = batch.num_tokens, shape.num_tokens - batch.num_tokens  # padding
     if num_segments:
-        starts, keys, tails, _ = batch.flat.table
+        starts, keys, tails, _ = batch.table
         first_tails = head_len + keys[-1]
         fields = [starts[:-1], np.diff(starts), head_len + keys[:-1], np.diff(keys), first_tails + tails[:-1], np.diff(tails)]
         segments[:-1, :6] = np.stack(fields, axis=1)
@@ -159,7 +159,7 @@ def _tiles(batch: PackedBatch, shape: Shape, head_len: int, first_words: NDArray
 
 def tail_places(batch: PackedBatch, shape: Shape, columns: TableColumns) -> NDArray[np.int64]:
     """Return where in a batch's table each segment's tail begins: its key slots, its positions and its seen bits, [B, 3]."""
-    _, keys, tails, _ = batch.flat.table
+    _, keys, tails, _ = batch.table
     first_key, first_word = columns.head_len(shape), _tails(batch).first_words
     slots = first_key + keys[1:] - np.diff(tails)
     return np.stack([slots, first_key + keys[-1] + tails[:-1], first_key + first_word], axis=1)

@@ -25,7 +25,7 @@ from engine.native import library
 from engine.native.decoder_pass import Features, Runner, SlotStates, Tables
 from engine.native.growth import FedRow, NativeGrowth, RankedRow
 from engine.native.linear import NativeLinear
-from engine.utils.host_transfer import integers
+from engine.utils.host_transfer import as_longs, integers
 from engine.utils.rotary_table import RotaryTable
 
 
@@ -125,9 +125,8 @@ class NativeHead:
         del queried  # after the last layer's keys the library continues with the tokens at `places` alone
         (self._states if fed.are_committed else pool).check(fed.previous_slots)
         pool_SW, features = pool.rows_SW, self._features if fed.are_committed else None
-        previous_T, places_P = (integers(numbers, pool_SW.device) for numbers in (fed.previous_slots, places))
-        rotations, slot_states = [self._rotations.below(fed.batch.end)], SlotStates(pool_SW, previous_T)
-        return self._runner.run(fed.batch, cache, rotations, places_P, slot_states=slot_states, features=features).logits_NM
+        rotations, slot_states = [self._rotations.below(fed.batch.end)], SlotStates(pool_SW, as_longs(fed.previous_slots))
+        return self._runner.run(fed.batch, cache, rotations, places, slot_states=slot_states, features=features).logits_NM
 
     def growth(
         self,
@@ -140,11 +139,11 @@ class NativeHead:
     ) -> NativeGrowth:
         """Return the growth of the rows' trees, in one step or in several, which begins with feeding committed tokens."""
         pool_SW = pool.rows_SW
-        end = max(len(row.slots) if num_steps > 1 else row.root_position + row.depth + 1 for row in rows)
-        end = max(end, *(row.first_position + len(row.token_ids) for row in fed))
+        end = max([len(row.slots) if num_steps > 1 else row.root_position + row.depth + 1 for row in rows])
+        end = max(end, *[row.first_position + len(row.token_ids) for row in fed])
         rotations = [self._rotations.below(end)]
         addresses = self._runner.shared_addresses(cache, rotations, pool_SW)
-        addresses.features = ctypes.pointer(self._features.structure)
+        addresses.features = ctypes.addressof(self._features.structure)
         return NativeGrowth(self._runner.structure, vocab_M, rows, fed, pool.zero_row, addresses, num_steps)
 
     def _rotation(self, positions_N: Int[Tensor, " N"]) -> Tables:

@@ -5,15 +5,15 @@ target's number of rows, or padded with tokens that are never drafted. Any draft
 Shape key: N rows of logits, V vocabulary of the target.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.packing import PackedBatch
+from engine.attention.packing import PackedBatch, pack
 from engine.attention.paged.table import PagedBatch
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel
@@ -39,14 +39,13 @@ class RepaddedModel:
         return self._model.reads_tables
 
     def forward(
-        self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"], walks: Walks | None = None
+        self, batch: PackedBatch, cache: KVCache, logit_rows: Sequence[int], walks: Walks | None = None
     ) -> Float[Tensor, "N V"]:
         """As CausalModel.forward, without walks. Ids for which only the target has rows are replaced by the model's last id."""
         assert walks is None, "the grower of trees chooses a draft model's tokens"
-        num_rows = self._model.vocab_size
-        ids_T, *places = batch.tokens_3T
-        known = replace(batch, tokens_3T=np.stack([np.minimum(ids_T, num_rows - 1), *places]))
-        return self._repadded(self._model.forward(known, cache, logit_rows_N))
+        last_id = self._model.vocab_size - 1
+        known = [replace(one, token_ids=[min(token_id, last_id) for token_id in one.token_ids]) for one in batch.segments]
+        return self._repadded(self._model.forward(pack(known, batch.device), cache, logit_rows))
 
     def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
         """As CausalModel.forward_table, with ids replaced as in `forward`."""

@@ -7,8 +7,8 @@ Shape key: N nodes, S best tokens of a node, W weights.
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -83,7 +83,7 @@ class ProbAcceptance:
 Numbers = Sequence[float] | NDArray[np.float32] | NDArray[np.float64]
 
 
-class _Observation(NamedTuple):
+class _Observation(msgspec.Struct, frozen=True, eq=False):
     """A node's best tokens, best first, and the index of the token that the target `selected`."""
 
     probs: Numbers
@@ -203,25 +203,19 @@ class Reliability:
             [start * weight] * (1 + len(self.EDGES)) for start, weight in zip(self._START, self._WEIGHTS, strict=True)
         ]
         self._expected = [[weight] * (1 + len(self.EDGES)) for weight in self._WEIGHTS]
-
-    @property
-    def shares(self) -> list[list[float]]:
-        """The ratios by bin: a row for the model's tokens and a row for cached tokens."""
-        return [
-            [one / other for one, other in zip(accepted, expected, strict=True)]
-            for accepted, expected in zip(self._accepted, self._expected, strict=True)
-        ]
+        # The ratios by bin: a row for the model's tokens and a row for cached tokens.
+        self.shares = [[start] * (1 + len(self.EDGES)) for start in self._START]
 
     def corrected(self, chance: float, is_cached: bool) -> float:
         """Return the corrected acceptance probability."""
-        index = bisect_right(self.EDGES, chance)
-        return min(1.0, chance * (self._accepted[is_cached][index] / self._expected[is_cached][index]))
+        return min(1.0, chance * self.shares[is_cached][bisect_right(self.EDGES, chance)])
 
     def observe(self, chance: float, is_cached: bool, is_accepted: bool) -> None:
         """Learn from a token of this uncorrected probability whose parent was accepted."""
-        index = bisect_right(self.EDGES, chance)
-        for sums, value in ((self._accepted, float(is_accepted)), (self._expected, chance)):
-            sums[is_cached][index] = _DECAY * sums[is_cached][index] + value
+        index, accepted, expected = bisect_right(self.EDGES, chance), self._accepted[is_cached], self._expected[is_cached]
+        accepted[index] = _DECAY * accepted[index] + is_accepted
+        expected[index] = _DECAY * expected[index] + chance
+        self.shares[is_cached][index] = accepted[index] / expected[index]
 
 
 class RuleCalibration:

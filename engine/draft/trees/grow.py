@@ -7,11 +7,12 @@ V vocabulary, R recorded distributions.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,13 +28,13 @@ from engine.draft.trees.device_plan import PlannedTree
 from engine.draft.trees.grower import (
     Growth,
     NodeValues,
-    StartingGrower,
     TreeGrower,
     UnreadGrowth,
     lookup_by_path,
     no_distributions,
     origins_of,
     plain_growth,
+    start_of,
 )
 from engine.draft.trees.native_growth import HasNativeGrower
 from engine.draft.trees.sampling import RANKED_KINDS, ChildCandidates, candidates_of
@@ -88,9 +89,10 @@ def start_growth(
     growers: Sequence[TreeGrower], rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks
 ) -> Growth | UnreadGrowth:
     """Grow every decoding row's tree as `grow` does, without a wait if the grower can do without."""
-    grower = next(one for one in growers if one.can_grow(rows))
-    how = grower.start if isinstance(grower, StartingGrower) else grower.grow
-    return how(rows, calibrations, grammars)
+    for grower in growers:
+        if grower.can_grow(rows):
+            return start_of(grower)(rows, calibrations, grammars)
+    raise AssertionError("the last grower grows any tree")
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,13 @@ class _RootGrower:
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         """Return whether nothing is drafted."""
-        return self.drafter is None or all(row.expansion.is_plain for row in rows if row.is_decoding)
+        return self.drafter is None or not any(row.is_drafting for row in rows)
 
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth:
         """Feed the drafter the missing tokens and return a root for each row."""
         del calibrations, grammars
         grown, feeding = plain_growth(rows, self.vocab_size, self.device), [row for row in rows if row.draft_ids]
-        return replace(grown, passes=self.drafter.feed(feeding, []).passes) if feeding and self.drafter else grown
+        return structs.replace(grown, passes=self.drafter.feed(feeding, []).passes) if feeding and self.drafter else grown
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,7 @@ class ModelAloneGrower:
 
     def start(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth | UnreadGrowth:
         """Start to grow the trees if the model's grower can."""
-        how = self.of_model.start if isinstance(self.of_model, StartingGrower) else self.of_model.grow
-        return how(rows, calibrations, grammars)
+        return start_of(self.of_model)(rows, calibrations, grammars)
 
 
 @dataclass(frozen=True)
@@ -371,7 +372,7 @@ def _grown(strategies: Sequence[Strategy], offers: _Offers, vocab_size: int, dev
         found = offers.after(frontier) if frontier else []
     of_trees = tuple(rounds[id(strategy.tree)] for strategy in strategies)
     grown = _growth(strategies, offers.probs, vocab_size, device, of_trees)
-    return replace(grown, num_rounds=num_rounds, passes=offers.passes)
+    return structs.replace(grown, num_rounds=num_rounds, passes=offers.passes)
 
 
 def strategy_of(row: Row, calibration: RuleCalibration, chosen: ChosenNodes | None = None) -> Strategy:
@@ -403,7 +404,7 @@ def learn(
 ) -> None:
     """Update the calibrations with the verdict of each decoding row."""
     for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
-        if isinstance(verdict, VerificationFailure) or row.expansion.is_plain:
+        if not row.is_drafting or isinstance(verdict, VerificationFailure):
             continue
         tree, calibration = growth.forest.trees[index], calibrations.of(row)
         if row.expansion.tree == "static":
@@ -430,7 +431,7 @@ def _learn_by_prob(
 def _learn_agreement(
     calibration: RuleCalibration, row: Row, tree: TokenTree, candidates: Mapping[int, ChildCandidates | Offered], verdict: Verdict
 ) -> None:
-    following = [*(tree.token_ids[node] for node in verdict.path[1:]), verdict.extra_id]
+    following = [*[tree.token_ids[node] for node in verdict.path[1:]], verdict.extra_id]
     temperature = ranking_temperature(row.sampling)
     for node, token_id in zip(verdict.path, following, strict=True):
         if (of_node := candidates.get(node)) is not None:

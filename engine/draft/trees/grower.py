@@ -6,6 +6,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Protocol, TypeVar, runtime_checkable
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -30,8 +31,7 @@ _FROM_MODEL = Origin(DraftSource.MODEL, False)
 NO_CANDIDATES: Mapping[int, ChildCandidates] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class NodeValues:
+class NodeValues(msgspec.Struct, frozen=True):
     """Values of a noise-aware tree's nodes without the root: `chances` are acceptance probabilities.
 
     `given_parent` are the uncorrected probabilities given that the parent is accepted. `is_cached` marks the nodes that were
@@ -43,8 +43,7 @@ class NodeValues:
     is_cached: tuple[bool, ...]
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(msgspec.Struct, frozen=True):
     """The step's trees, one for each decoding row.
 
     `fed[b]` are the nodes of tree b whose keys the drafter has cached. `candidates[b]` are candidate children by node, where the
@@ -81,7 +80,10 @@ class UnreadGrowth:
 
 @runtime_checkable
 class TreeGrower(Protocol):
-    """One way to grow the trees of a step. All of them grow the same trees from the same rows."""
+    """One way to grow the trees of a step. All of them grow the same trees from the same rows.
+
+    A grower may have a method `start`, which does as `grow` without waiting for the trees if that is possible (`start_of`).
+    """
 
     def can_grow(self, rows: Sequence[Row]) -> bool:
         """Return whether all trees of a step can be grown in this way."""
@@ -92,13 +94,9 @@ class TreeGrower(Protocol):
         ...
 
 
-@runtime_checkable
-class StartingGrower(Protocol):
-    """A grower for whose trees the host need not wait."""
-
-    def start(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None) -> Growth | UnreadGrowth:
-        """Do as `grow`, without waiting for the trees if that is possible."""
-        ...
+def start_of(grower: TreeGrower) -> Callable[[Sequence[Row], Calibrations, GrammarMasks | None], Growth | UnreadGrowth]:
+    """Return the function that grows a step's trees, without a wait if the grower can do without."""
+    return getattr(grower, "start", grower.grow)
 
 
 @cache
@@ -109,7 +107,7 @@ def no_distributions(vocab_size: int, device: torch.device) -> Float[Tensor, "0 
 
 def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
     """Return a root for each row: the step of an engine without a drafter."""
-    trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
+    trees = tuple([TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding])
     num_trees = len(trees)
     return Growth(
         forest=Forest(trees, no_distributions(vocab_size, device), ((None,),) * num_trees),

@@ -7,8 +7,8 @@ library runs. All other trees grow in engine.draft.trees.grow.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import NamedTuple, Protocol, runtime_checkable
+from itertools import compress, count
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from engine.core.enums import DraftSource
 from engine.core.step_plan import Row
@@ -35,6 +35,7 @@ _SOURCES = {
     IS_PREDICTED: DraftSource.PREDICTION,
     IS_PREDICTED + IS_RATHER_CACHED: DraftSource.PREDICTION,
 }
+_ARE_CACHED = (False, True, False, True)
 
 
 class DraftedStep(NamedTuple):
@@ -154,13 +155,13 @@ def _row_growth(row: Row, root_id: int, grown: GrownTree, proposals: Offers) -> 
     for node in grown.by_age:
         draws[grown.parents[node]].append(node)
     tree = TokenTree(grown.parents, (root_id, *grown.token_ids[1:]), tuple(map(tuple, draws)))
-    fed = frozenset([node for node, keeps in enumerate(grown.keeps_slot) if keeps])
-    sources = tuple([_SOURCES[origin] for origin in grown.origins])
+    fed = frozenset(compress(range(len(grown.parents)), grown.keeps_slot))
+    sources = tuple(map(_SOURCES.__getitem__, grown.origins))
     candidates = _LazyCandidates(proposals, grown.offers)
     draft_probs = _draft_probs(tree, candidates) if row.is_traced else ()
     if row.expansion.is_delayed:  # the calibrations do not learn from chains
         return _RowGrowth(tree, fed, NO_CANDIDATES, sources, draft_probs, grown.num_rounds)
-    are_cached = tuple([origin & IS_RATHER_CACHED > 0 for origin in grown.origins])
+    are_cached = tuple(map(_ARE_CACHED.__getitem__, grown.origins))
     values = NodeValues(grown.chances[1:], grown.given_parent[1:], are_cached)
     return _RowGrowth(tree, fed, candidates, sources, draft_probs, grown.num_rounds, values)
 
@@ -183,6 +184,11 @@ class _LazyCandidates(Mapping[int, Offered]):
         if self._indices[node] < 0:
             raise KeyError(node)
         return self._proposals.at(self._indices[node])
+
+    def get(self, node: int, default: Any = None) -> Any:
+        """Return a node's candidates, or `default` if it has none."""
+        place = self._indices[node]
+        return default if place < 0 else self._proposals.at(place)
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the nodes that have candidates."""

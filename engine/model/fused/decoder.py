@@ -90,7 +90,7 @@ class FusedDecoder:
         states_ND = states_TD[rows_N]
         logits_NV = operations.logits(states_ND, self._norm_D, self._head, eps)
         if self._watchers:
-            output = Output(logits_NV, self._normed(states_ND), after, [])
+            output = Output(logits_NV, self._normed(states_ND), after)
             for watcher in self._watchers:
                 watcher.report(output)
         return logits_NV

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.attention import packing
 from engine.attention.packing import Group, PackedBatch, Segment, pack
@@ -145,8 +145,9 @@ def slots_of_the_other_row(batch):
 
 
 def written_elsewhere(batch):
-    ids_T, positions_T, slots_T = batch.tokens_3T
-    return replace(batch, tokens_3T=np.stack([ids_T, positions_T, slots_T[::-1]]))
+    first, end = 2 * batch.num_tokens, 3 * batch.num_tokens
+    reversed_ = batch.numbers[end - 1 : first - 1 : -1]
+    return structs.replace(batch, numbers=batch.numbers[:first] + reversed_ + batch.numbers[end:])
 
 
 @pytest.mark.parametrize("mutant", [padding_keys_seen, in_order_of_size, slots_of_the_other_row, written_elsewhere])

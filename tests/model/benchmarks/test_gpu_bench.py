@@ -11,6 +11,7 @@ from benchmarks.gpu import __main__ as bench
 from benchmarks.gpu import kernel, texts
 from benchmarks.gpu.figures import Figures, in_turns
 from benchmarks.gpu.models import TINY
+from engine.attention.packing import pack
 from engine.attention.paged import graphs as recordings
 from engine.attention.paged import table
 from engine.attention.paged.reference import attend
@@ -59,9 +60,7 @@ def test_wrong_sequence_is_detected(figures, monkeypatch):
     table_of = table.table_of
 
     def causally(batch, *rest):
-        vars(batch).pop("flat", None)
-        object.__setattr__(batch, "segments", tuple(map(causal, batch.segments)))
-        return table_of(batch, *rest)
+        return table_of(pack([*map(causal, batch.segments)], batch.device), *rest)
 
     monkeypatch.setattr(recordings, "table_of", causally)
     assert not texts.check(figures, TINY, torch.float32, CPU, 16)

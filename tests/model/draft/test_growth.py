@@ -290,5 +290,5 @@ def test_batch_without_drafts_feeds_and_keeps_roots(is_traced):
     assert grown.passes == expected.passes
     assert grown.passes.num_fed
     assert torch.equal(grown.forest.draft_probs_RV, expected.forest.draft_probs_RV)
-    assert replace(grown.forest, draft_probs_RV=expected.forest.draft_probs_RV) == expected.forest
-    assert replace(grown, forest=expected.forest) == expected
+    assert structs.replace(grown.forest, draft_probs_RV=expected.forest.draft_probs_RV) == expected.forest
+    assert structs.replace(grown, forest=expected.forest) == expected

@@ -120,7 +120,7 @@ def cache_error(model: CausalModel | RepaddedModel, cache: KVCache, token_ids: l
     if not slots:
         return 0.0
     fresh = KVCache(len(token_ids), CPU)
-    model.forward(pack([chain_segment(token_ids, 0, range(len(token_ids)))], CPU), fresh, torch.tensor([0]))
+    model.forward(pack([chain_segment(token_ids, 0, range(len(token_ids)))], CPU), fresh, [0])
     where, there = torch.tensor([slots]), torch.arange(len(slots))[None]
     layers = range(fresh.num_layers)
     pairs = [(mine, own) for i in layers for mine, own in zip(cache.gather(i, where), fresh.gather(i, there), strict=True)]

@@ -176,7 +176,7 @@ def test_invalid_tree_fails_alone():
     probs_RV = forest.draft_probs_RV.clone()
     child = forest.trees[1].children[0][0]
     probs_RV[forest.probs_rows[1][0], forest.trees[1].token_ids[child]] = 0.0
-    verdicts = Judge().judge(rows, replace(forest, draft_probs_RV=probs_RV), target_logits(forest))
+    verdicts = Judge().judge(rows, structs.replace(forest, draft_probs_RV=probs_RV), target_logits(forest))
     assert [isinstance(verdict, Verdict) for verdict in verdicts] == [True, False, True]
     assert isinstance(verdicts[1], VerificationFailure)
     assert "could not have been drawn" in verdicts[1].reason

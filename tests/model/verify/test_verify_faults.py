@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from engine.core.rng_keys import StepKey
@@ -140,7 +141,7 @@ def test_drafted_token_of_probability_zero_names_tree(name: str) -> None:
 @pytest.mark.parametrize("name", READS_DRAFT)
 def test_children_without_a_draft_distribution_are_refused(name: str) -> None:
     batch = two_trees()
-    lawless = replace(batch.forest, probs_rows=(batch.forest.probs_rows[0], (None,) * batch.forest.trees[1].num_nodes))
+    lawless = structs.replace(batch.forest, probs_rows=(batch.forest.probs_rows[0], (None,) * batch.forest.trees[1].num_nodes))
     with pytest.raises(ImpossibleDraftError):
         judge(name, replace(batch, forest=lawless))
     judge("nss", replace(batch, forest=lawless))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 from engine.core.tree import Expansion
 from tests.enumeration import (
@@ -101,7 +102,7 @@ def within_children(batch: Batch) -> Batch:
                 ids = [tree.token_ids[child] for child in kids]
                 draft_RV[row, ids] = batch.forest.draft_probs_RV[row, ids]
                 draft_RV[row] /= draft_RV[row].sum()
-    return replace(batch, forest=replace(batch.forest, draft_probs_RV=draft_RV))
+    return replace(batch, forest=structs.replace(batch.forest, draft_probs_RV=draft_RV))
 
 
 def test_draft_distribution_over_children_is_detected() -> None:
