@@ -33,7 +33,7 @@ class CachedChoice:
             self._num_left = min(self._num_left, _CHANGED_BATCH_STEPS)
         if self._num_left > 0 and (is_same or is_plain):
             if is_same:
-                return replace(last, num_steps=self._num_left) if is_plain else last
+                return replace(last, num_steps=self._num_left)
             return replace(last, expansions=(PLAIN,) * len(views), step_s=None, num_steps=self._num_left)
         self._choice = self._policy.choose(views)
         self._num_left, self._composition = self._choice.num_steps, composition

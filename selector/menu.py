@@ -30,19 +30,19 @@ class Menu:
             raise ValueError("a menu begins with plain decoding and has no entry twice")
         self.entries = entries
         self.index = {entry: place for place, entry in enumerate(entries)}
-        self.depths = np.array([entry.max_depth for entry in entries])  # levels, int64 [M]
-        if list(self.depths) != sorted(self.depths):
+        self.depths = [entry.max_depth for entry in entries]  # levels, [M]
+        if self.depths != sorted(self.depths):
             raise ValueError("the entries of a menu are ordered by depth")
-        self.deepest = int(self.depths[-1])
-        self.num_nodes = np.array([entry.num_draft_tokens for entry in entries])  # drafted tokens at most, int64 [M]
-        self.most_nodes = int(self.num_nodes.max())
-        self.least_chances = np.array([entry.least_chance for entry in entries])  # of a node, 0 without a bound, float64 [M]
-        has_chance_M = self.least_chances > 0.0
-        self.least_chance = float(self.least_chances[has_chance_M].min()) if has_chance_M.any() else 0.0
+        self.deepest = self.depths[-1]
+        self.num_nodes = [entry.num_draft_tokens for entry in entries]  # drafted tokens at most, [M]
+        self.most_nodes = max(self.num_nodes)
+        self.least_chances = [entry.least_chance for entry in entries]  # of a node, 0 without a bound, [M]
+        self.least_chance = min(filter(None, self.least_chances), default=0.0)
         # Drafted tokens and levels that each entry needs room for, [2, M]. Trees with a least chance fit in any room.
-        self.least_room = np.where(has_chance_M, np.minimum(self.num_nodes, 1), np.stack([self.num_nodes, self.depths]))
+        sizes, has_chance_M = np.array([self.num_nodes, self.depths]), np.array(self.least_chances) > 0.0
+        self.least_room = np.where(has_chance_M, np.minimum(sizes[0], 1), sizes)
         self.room_for_all: tuple[int, int] = tuple(self.least_room.max(1).tolist())
-        self.fed_share = np.array([fed_share(entry) for entry in entries])  # share of the nodes fed to the drafter, float64 [M]
+        self.fed_share = [fed_share(entry) for entry in entries]  # share of the nodes fed to the drafter, [M]
         self.drafting = tuple(place for place, entry in enumerate(entries) if not entry.is_plain)
         # Trees whose outcome shows the acceptance at every depth: chains and trees that find their own shape.
         self.informative = tuple(
@@ -73,9 +73,9 @@ class Menu:
         bounds = [0 if one.num_uncached > 1 else one.speculation.max_nodes for one in views]
         most_nodes_B = [inf if bound is None else bound for bound in bounds]
         remaining_B = [max(1, one.num_remaining) for one in views]
-        least_nodes_M, least_depths_M = menu.least_room
         if are_alike and min(most_nodes_B) >= menu.room_for_all[0] and min(remaining_B) > menu.room_for_all[1]:
             return menu, None
+        least_nodes_M, least_depths_M = menu.least_room
         allowed_BM = least_nodes_M <= np.array(most_nodes_B)[:, None]
         allowed_BM &= least_depths_M < np.array(remaining_B)[:, None]
         if not are_alike:

@@ -1,8 +1,9 @@
 """Statistics of a step, and the feedback that a policy learns from."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from jaxtyping import Float
@@ -123,7 +124,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class CommittedRecord:
-    """A step's record with its tensors, for the time of the step. The feedback does not keep the tensors."""
+    """A step's record with its tensors, for the time of the step. `make_feedback` does not keep the tensors."""
 
     record: StepRecord
     forest: Forest
@@ -135,9 +136,14 @@ class CommittedRecord:
         return self.record.num_steps
 
     @property
-    def feedback(self) -> StepFeedback:
-        """The costs and outcomes of the step."""
-        return feedback_of(self.record)
+    def has_drafted(self) -> bool:
+        """Whether a tree was to grow."""
+        return self.record.num_draft_rounds > 0
+
+    @property
+    def make_feedback(self) -> Callable[[], StepFeedback]:
+        """Returns the costs and outcomes of the step, also after later steps."""
+        return partial(feedback_of, self.record)
 
     @property
     def endings(self) -> dict[str, Ending]:

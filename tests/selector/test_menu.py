@@ -90,7 +90,7 @@ def test_rows_that_rank_have_noise_aware_trees(largest):
     family = menu_of(Expansion(4, 1, 0), "traversal", largest)
     added = set(menu_for_all(Expansion(4, 1, 0), "traversal", largest).entries) - set(family.entries)
     assert {entry.tree for entry in added} == {"noise_aware"}
-    assert max(entry.max_depth for entry in added) <= family.depths.max()
+    assert max(entry.max_depth for entry in added) <= family.deepest
     assert max(entry.num_draft_tokens for entry in added) == (64 if largest is None else largest.num_draft_tokens)
 
 

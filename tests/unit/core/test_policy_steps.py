@@ -1,5 +1,6 @@
 """A batch that decodes plainly runs without the policy between the policy's own steps."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,6 +26,14 @@ class Step:
     logits_NV: Tensor = field(default_factory=lambda: torch.empty(0, 0))
     draft_probs_RV: Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
+    @property
+    def has_drafted(self) -> bool:
+        return self.feedback.has_drafted
+
+    @property
+    def make_feedback(self) -> Callable[[], StepFeedback]:
+        return lambda: self.feedback
+
 
 class Counts:
     """A policy with one choice, which counts its calls and the steps that it observed."""
@@ -33,9 +42,11 @@ class Counts:
 
     def __init__(self, choice: ExpansionChoice) -> None:
         self._choice, self.num_choices, self.num_observed = choice, 0, list[int]()
+        self.num_observed_first = list[int]()  # before each choice
 
     def choose(self, views):
         self.num_choices += 1
+        self.num_observed_first.append(len(self.num_observed))
         return self._choice
 
     def observe(self, feedback):
@@ -89,7 +100,8 @@ def test_runs_beyond_choice_are_detected(monkeypatch):
 @pytest.mark.parametrize(
     ("choice", "has_drafted", "composition"),
     [
-        (ExpansionChoice((TREE,), Reason.SPECULATION_PAYS, num_steps=20), True, 7),
+        (ExpansionChoice((TREE,), Reason.SPECULATION_PAYS), True, 7),
+        (ExpansionChoice((TREE,), Reason.COPIED_TEXT, num_steps=20), True, 7),
         (ExpansionChoice((PLAIN,), Reason.FIXED, num_steps=20), False, 7),
         (PLAINLY, True, 7),  # a request sets its own tree, so that cached text must be followed
         (PLAINLY, False, None),  # a prompt is fed
@@ -100,6 +112,60 @@ def test_other_steps_use_the_policy(choice, has_drafted, composition):
     counts = Counts(choice)
     assert all(ran(PolicySteps(counts), [composition] * 10, has_drafted))
     assert counts.num_observed == [1] * 10
+
+
+def choices_with_drafts(
+    has_news: Sequence[bool], compositions: Sequence[int], kind: type[PolicySteps] = PolicySteps
+) -> list[int]:
+    """Return the steps in which a policy chooses drafts for 12 steps. It has observed all earlier steps then."""
+    counts, chosen = Counts(ExpansionChoice((TREE,), Reason.SPECULATION_PAYS, num_steps=12)), list[int]()
+    steps = kind(CachedChoice(counts))
+    for step, (is_news, composition) in enumerate(zip(has_news, compositions, strict=True)):
+        views = BatchViews(list, 1, composition)
+        views.has_news = is_news
+        assert steps.reused(views) is None, "cached text is followed"
+        assert steps.choose(views).expansions == (TREE,)
+        if counts.num_choices > len(chosen):
+            chosen.append(step)
+        steps.after_commit(Step(StepFeedback(0.1, 0.9, False, 1, 1, 0, partial(pytest.fail, "read"), tuple)))
+    assert counts.num_observed_first == chosen
+    assert set(counts.num_observed) == {1}
+    return chosen
+
+
+def test_drafts_are_reused_for_their_steps():
+    """Neighbours: a look at cached text between two choices, and another batch."""
+    assert choices_with_drafts([False] * 30, [7] * 30) == [0, 12, 24]
+    assert choices_with_drafts([step % 5 == 0 for step in range(30)], [7] * 30) == [0, 12, 24]
+    assert choices_with_drafts([False] * 30, [7] * 5 + [8] * 25) == [0, 5, 17, 29]
+
+
+class ForgetsFeedback(PolicySteps):
+    def _observe(self, num_steps):
+        self._unobserved.clear()
+
+
+def test_lost_feedback_is_detected():
+    with pytest.raises(AssertionError):
+        choices_with_drafts([False] * 30, [7] * 30, ForgetsFeedback)
+
+
+def test_cached_text_is_searched_when_news_come():
+    """A wrapper of the policy, which looks at cached text, sees every step with news."""
+    seen = list[int]()
+
+    class Looks(CachedChoice):
+        def choose(self, views):
+            seen.append(step)
+            return super().choose(views)
+
+    steps = PolicySteps(Looks(Counts(ExpansionChoice((TREE,), Reason.SPECULATION_PAYS, num_steps=12))))
+    for step in range(14):
+        views = BatchViews(list, 1, 7)
+        views.has_news = step in (4, 5)
+        steps.choose(views)
+        steps.after_commit(Step(StepFeedback(0.1, 0.9, False, 1, 1, 0, partial(pytest.fail, "read"), tuple)))
+    assert seen == [0, 4, 5, 12]
 
 
 def test_new_batches_use_the_policy():
