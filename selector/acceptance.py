@@ -3,7 +3,6 @@
 An Estimator does not know seconds. The one here keeps decaying counts. Trees that are chosen whole count accepted tokens by
 depth. Noise-aware trees add up the probabilities of their nodes by least chance. Every estimate is shrunk: the prior
 of a depth is the depth above it, the prior of a sequence is its kind (temperature and verifier).
-
 Numbers are in lists: a choice has few, and after a pass of a model numpy's code is not in the processor's caches.
 
 Shape key: B sequences, M entries of a menu, D depths, K entries with a least chance.
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.policy import DraftOutcome, NodeChances, SequenceView
-from engine.core.tree import Expansion
+from engine.core.tree import PLAIN, Expansion
 from engine.core.types import SamplingParams
 from selector.menu import Menu
 
@@ -72,9 +71,8 @@ def kind_of(sampling: SamplingParams, verifier: str) -> str:
 class _Counts:
     """Decaying counts of a sequence of a `kind`, or of a kind. `accepted_D` are the latest rates of acceptance that follow."""
 
-    def __init__(self, accepted_D: list[float], num_chances: int, kind: "_Counts | None", rule: object = None) -> None:
-        self.accepted_D, self.kind, self._decay = accepted_D, kind or self, OWN_DECAY if kind else _KIND_DECAY
-        self.rule = rule  # of a sequence: its temperature and verifier
+    def __init__(self, accepted_D: list[float], num_chances: int, kind: "_Counts | None" = None, rule: object = None) -> None:
+        self.accepted_D, self.kind, self.rule, self._decay = accepted_D, kind or self, rule, OWN_DECAY if kind else _KIND_DECAY
         self.by_depth = [[0.0] * len(accepted_D)] * 4  # hits and trials of acceptance, then of availability
         self.by_chance = [[0.0] * num_chances] * 4  # tokens, nodes, rounds, trees
         self._accepted = self._expected = 0.0  # accepted nodes of noise-aware trees, and the sum of their probabilities
@@ -157,8 +155,9 @@ def _shrunk(hits: Sequence[float], trials: Sequence[float], prior: Sequence[floa
 
 def _rates(counts_4D: Rows, prior_2D: Rows) -> list[list[float]]:
     """Return the rates of acceptance and of availability by depth, each shrunk towards the depth above, [2][D]."""
-    found = (_shrunk(*counts_4D[:2], prior_2D[0], 1.0, 0.0), 1.0 - _EDGE), (_shrunk(*counts_4D[2:], prior_2D[1], 1.0, 0.0), 1.0)
-    return [[max(_EDGE, min(most, one)) for one in rates] for rates, most in found]
+    hits, trials, offers, queries = counts_4D
+    accepted_D, offered_D = _shrunk(hits, trials, prior_2D[0], 1.0, 0.0), _shrunk(offers, queries, prior_2D[1], 1.0, 0.0)
+    return [[max(_EDGE, min(1.0 - _EDGE, one)) for one in accepted_D], [max(_EDGE, min(1.0, one)) for one in offered_D]]
 
 
 class CountedAcceptance:
@@ -166,15 +165,15 @@ class CountedAcceptance:
 
     def __init__(self, menu: Menu) -> None:
         self._menu = menu
-        by_chance = [entry for entry in menu.entries if entry.least_chance]
-        self._least = [entry.least_chance for entry in by_chance]
+        self._by_chance = [entry for entry in menu.entries if entry.least_chance]
+        self._least = [entry.least_chance for entry in self._by_chance]
         if self._least != sorted(self._least, reverse=True):
             raise ValueError("the greatest least chance comes first")
         self._num_depths = max(1, menu.deepest)
         self._start_2D = [[_START_ACCEPTANCE] * self._num_depths, [1.0] * self._num_depths]
         self._start_3K = _start_of(self._least)
-        depths = [float(one.max_depth) for one in by_chance]
-        self._most_3K = [[1.0 + one for one in depths], [float(one.max_nodes) for one in by_chance], depths]
+        depths = [float(one.max_depth) for one in self._by_chance]
+        self._most_3K = [[1.0 + one for one in depths], [float(one.max_nodes) for one in self._by_chance], depths]
         self._kinds: dict[str, _Counts] = {}
         self._own: dict[str, _Counts] = {}
         self._columns: dict[Menu, _MenuColumns] = {}
@@ -183,7 +182,7 @@ class CountedAcceptance:
         """Return the expectations for the sequences."""
         menu = menu or self._menu
         if menu not in self._columns:
-            self._columns[menu] = _MenuColumns(menu, self._num_depths, self._least)
+            self._columns[menu] = _MenuColumns(menu, self._num_depths, self._by_chance)
         columns, own = self._columns[menu], [self._counts_of(view) for view in views]
         if len(self._own) > 2 * len(views) + 8:  # finished sequences
             present = {view.request_id for view in views}
@@ -228,8 +227,7 @@ class CountedAcceptance:
         The part keeps the rate: E[hits] = a E[trials] under P(any) = 1 - (1 - a)^K.
         """
         widths, accepted = _widths(outcome.expansion), outcome.accepted_depth
-        requested = min(len(widths), self._num_depths)
-        drafted = outcome.drafted_depth
+        requested, drafted = min(len(widths), self._num_depths), outcome.drafted_depth
         if not outcome.expansion.is_delayed and drafted < requested:
             drafted -= 1  # the last round found nothing
         hits, trials, offers, queries = counts_4D = [[0.0] * self._num_depths for _ in range(4)]
@@ -248,7 +246,7 @@ class CountedAcceptance:
         if own is None or not view.num_generated or own.rule != rule:
             size, name = (self._start_2D[0], len(self._least)), kind_of(view.sampling, view.verifier)
             if name not in self._kinds:
-                self._kinds[name] = _Counts(*size, None)
+                self._kinds[name] = _Counts(*size)
             own = self._own[view.request_id] = _Counts(*size, self._kinds[name], rule)
         return own
 
@@ -260,15 +258,11 @@ class _MenuColumns:
     others. Each of these has competing siblings, nodes, and whether a level follows, by depth, [M, D].
     """
 
-    def __init__(self, menu: Menu, num_depths: int, least: list[float]) -> None:
+    def __init__(self, menu: Menu, num_depths: int, by_chance: Sequence[Expansion]) -> None:
         self.has_chances = any(menu.least_chances)
         self.by_depth = [place for place in menu.drafting if not menu.least_chances[place]]
-        num_chances = len(least) if self.has_chances else 0
-        others = {place: 1 + num_chances + row for row, place in enumerate(self.by_depth)}
-        self.places = [
-            others[place] if place in others else 1 + least.index(one) if one else 0
-            for place, one in enumerate(menu.least_chances)
-        ]
+        trees = [PLAIN, *(by_chance if self.has_chances else ()), *(menu.entries[place] for place in self.by_depth)]
+        self.places = [trees.index(entry) for entry in menu.entries]
         self._widths_MD, self._nodes_MD, self._has_next_MD = np.zeros((3, len(self.by_depth), num_depths))
         for row, place in enumerate(self.by_depth):
             entry = menu.entries[place]

@@ -26,7 +26,6 @@ from engine.core.policy import MOST_UNOBSERVED, StepWork
 Array = NDArray[np.float64]
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of packed tokens between which T(N) is a line: powers of 2
-_WIDTHS = [end - begin for begin, end in pairwise(KNOTS)]
 _SEGMENTS = tuple(pairwise((*KNOTS, inf)))
 REST_COEFFICIENTS = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn", "key", "score", "call")
 DRAFT_COEFFICIENTS = ("round", "pass", "draft_token", "pass_key")
@@ -75,7 +74,6 @@ class CostModel:
             raise ValueError("coefficients must be positive")
         self._errors = [0.0] * len(_NAMES)
         self._prior_KK = _COMMON_VARIANCE + _OWN_VARIANCE * np.eye(len(_NAMES))
-        self._forgotten_KK = (1.0 - FORGETTING) * self._prior_KK
         self._covariance_KK = self._prior_KK.copy()
         self._was_clipped = {"rest": False, "drafting": False}
         self._update()
@@ -85,8 +83,8 @@ class CostModel:
         coefficients = [prior * max(1.0 + error, LEAST_FACTOR) for prior, error in zip(self._prior, self._errors, strict=True)]
         self.coefficients: dict[str, float] = dict(zip(_NAMES, coefficients, strict=True))
         slopes = coefficients[1 : 1 + len(KNOTS)]
-        lines = zip(KNOTS, accumulate(map(mul, slopes, _WIDTHS), initial=0.0), slopes, strict=True)
-        self._lines: list[tuple[int, float, float]] = [(1, 0.0, 0.0), *lines]  # below the first knot, and from each
+        begins = accumulate(map(mul, slopes, KNOTS), initial=0.0)  # a knot is as far from the next as from 0
+        self._lines: list[tuple[int, float, float]] = [(1, 0.0, 0.0), *zip(KNOTS, begins, slopes)]  # below and from each knot
 
     def step_s(self, work: StepWork) -> float:
         """Return the predicted seconds of a step; its numbers may be expectations."""
@@ -120,7 +118,7 @@ class CostModel:
             scale = (draft_s + rest_s) / self.step_s(work)
             self._prior, self._has_scale = [scale * one for one in self._prior], True
         self._covariance_KK *= FORGETTING
-        self._covariance_KK += self._forgotten_KK
+        self._covariance_KK += (1.0 - FORGETTING) * self._prior_KK
         self._correct("rest", [*rest_features(work), *(0.0,) * _NUM_DRAFT], rest_s)
         if work.num_passes or work.num_rounds:
             self._correct("drafting", [*(0.0,) * NUM_REST, *draft_features(work)], draft_s)

@@ -130,7 +130,7 @@ class AdaptiveExpansion:
         self._probes.resize(search.plain.seconds)
         least_s = inf  # loss of the cheapest probe
         for rows in [due, due[:1]] if len(due) > 1 else [due] if due else []:
-            trees = search.with_tree(best, rows, entries) if (entries := batch.probes_for(rows, places)) else []
+            trees = [search.with_tree(best, rows, entry) for entry in batch.probes_for(rows, places)]
             losses_s = [one.loss_s(best) for one in trees]
             payable = [one for one, loss_s in zip(trees, losses_s, strict=True) if self._probes.can_pay(loss_s)]
             least_s = min([least_s, *losses_s])
@@ -197,8 +197,7 @@ class AdaptiveExpansion:
             runs_in_a_row=not (trees or any(view.needs_host for view in views)),
         )
         chosen_for = [views[index] for index in free]
-        menu, allowed_BM = self._menu.allowed_for(chosen_for)
-        return _PolicyBatch(free, chosen_for, menu, None if allowed_BM is None else allowed_BM.tolist(), load)
+        return _PolicyBatch(free, chosen_for, *self._menu.allowed_for(chosen_for), load)
 
 
 def _within_text(estimates: Estimates, batch: _PolicyBatch) -> Estimates:
@@ -206,11 +205,11 @@ def _within_text(estimates: Estimates, batch: _PolicyBatch) -> Estimates:
 
     Only noise-aware trees need this: other trees are allowed only if they fit.
     """
-    most_B = [min(inf if (most := one.speculation.max_nodes) is None else most, one.num_remaining - 1) for one in batch.views]
+    bounds = [inf if (most := one.speculation.max_nodes) is None else most for one in batch.views]
+    most_B = [max(0.0, min(bound, one.num_remaining - 1.0)) for bound, one in zip(bounds, batch.views, strict=True)]
     if not batch.menu.least_chance or min(most_B) >= batch.menu.most_nodes:
         return estimates
     limits = zip(estimates, (1.0, 0.0, 0.0), strict=True)
-    most_B = [max(0.0, one) for one in most_B]
     return Estimates(
         *([[min(one, extra + most) for one in row] for row, most in zip(rows, most_B, strict=True)] for rows, extra in limits)
     )

@@ -4,8 +4,7 @@ The batch shares a step's seconds: rounds of growth are paid once. A node is onl
 the batch has. Each entry of the menu is tried for all sequences that may have it, then for the best half, quarter and so on. From
 the best step, sequences are left out one by one, the smallest gain per node first. The cost model evaluates whole steps. Entries
 are not chosen for each sequence alone, since the maximum of many uncertain estimates is rarely as good as it looks.
-
-Plain Python, because most batches are small and numpy's code is not in the processor's caches after a pass of a model.
+Plain Python: most batches are small, and numpy's code is not in the processor's caches after a pass of a model.
 
 Shape key: B sequences, M entries by depth.
 """
@@ -13,6 +12,7 @@ Shape key: B sequences, M entries by depth.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 from engine.core.policy import StepWork
@@ -21,6 +21,7 @@ from selector.acceptance import Estimates
 from selector.cost import KEYS, CostModel
 from selector.menu import Menu
 
+_RATE = attrgetter("rate")
 _SPREAD = (-1.28, -0.52, 0.0, 0.52, 1.28)  # equally likely numbers of standard deviations
 
 
@@ -71,12 +72,11 @@ class Search:
         self._fed_s = load.model_share * each_s["draft_token"]
         score_s = each_s["score"] / KEYS
         self._node_s_B = [each_s["drawn"] * draw + score_s * keys for draw, keys in zip(load.draws, load.context, strict=True)]
-        fed_s_M = [self._fed_s * share for share in menu.fed_share]
-        root_s_M = [self._fed_s if depth else 0.0 for depth in menu.depths]  # the root is fed too
-        # Tokens, nodes, seconds without T(N) and rounds, rounds and levels of each entry, [B][M].
+        fed_s_M = [(self._fed_s * share, self._fed_s * (depth > 0)) for share, depth in zip(menu.fed_share, menu.depths)]
+        # Tokens, nodes, seconds without T(N) and rounds, rounds and levels of each entry, [B][M]. The root is fed too.
         self._cells: list[list[tuple[float, float, float, float, int]]] = []
         for tokens, nodes, rounds, node_s in zip(*estimates, self._node_s_B, strict=True):
-            own_s = [count * (node_s + fed_s) + root_s for count, fed_s, root_s in zip(nodes, fed_s_M, root_s_M)]
+            own_s = [count * (node_s + fed_s) + root_s for count, (fed_s, root_s) in zip(nodes, fed_s_M)]
             self._cells.append([*zip(tokens, nodes, own_s, rounds, menu.depths)])
         self._base_s = costs.step_s(load.base) - costs.tokens_s(load.base.num_tokens) - load.base.num_rounds * self._round_s
         self.plain = self._step((0,) * len(load.context))
@@ -92,9 +92,12 @@ class Search:
             best = self._best_alike(best)
         return self._best_of_fewer(best)
 
-    def with_tree(self, chosen: Step, rows: Sequence[int], entries: Sequence[int]) -> list[Step]:
-        """Return the chosen step once for each of the entries, with that entry for the given sequences."""
-        return [self._with(chosen, rows, entry) for entry in entries]
+    def with_tree(self, step: Step, rows: Iterable[int], entry: int) -> Step:
+        """Return a step with that entry for the given sequences."""
+        places = [*step.places]
+        for row in rows:
+            places[row] = entry
+        return self._step(places)
 
     def growth_costs(self, chosen: Step, num_sharing: int) -> GrowthCosts:
         """Return the cost of a further node and of a further level in a chosen step, in tokens at its rate.
@@ -111,8 +114,8 @@ class Search:
         if not drafting:
             return GrowthCosts(node_s * rate, level_s * rate)
         own_nodes, num_others = num_nodes / len(drafting), len(drafting) - 1
-        spread = _SPREAD if num_others else (0.0,)
-        others = [num_tokens + max(0.0, own_nodes * (num_others + one * num_others**0.5)) for one in spread]
+        sizes = dict.fromkeys(max(0.0, num_others + one * num_others**0.5) for one in _SPREAD)  # all are 0 without others
+        others = [num_tokens + own_nodes * size for size in sizes]
         most, least = max([self._menu.num_nodes[place] for place in drafting]), self._menu.least_chance
         rises = [sum(of_node) / len(others) for of_node in zip(*[rises_s(other, most) for other in others])]
         cost_of = {rise: round(max(least, (own_s + rise) * rate), 9) for rise in {*rises}}  # few differ in a small batch
@@ -127,7 +130,7 @@ class Search:
             rows = [row for row in range(len(start.places)) if self._is_allowed is None or self._is_allowed[row][entry]]
             rows.sort(key=lambda row: -tokens[row][entry])
             while rows:
-                best = _better(best, self._with(start, rows, entry))
+                best = max(best, self.with_tree(start, rows, entry), key=_RATE)
                 rows = rows[: (len(rows) + 1) // 2] if len(rows) > 1 else []
         return best
 
@@ -136,16 +139,9 @@ class Search:
         best = step = start
         drafting = [(*self._cells[row][place][:2], -row) for row, place in enumerate(start.places) if place]
         for _, row in sorted([((tokens - 1.0) / max(1e-9, nodes), row) for tokens, nodes, row in drafting]):
-            step = self._with(step, [-row], 0)
-            best = _better(best, step)
+            step = self.with_tree(step, [-row], 0)
+            best = max(best, step, key=_RATE)
         return best
-
-    def _with(self, step: Step, rows: Iterable[int], entry: int) -> Step:
-        """Return a step with that entry for the given sequences."""
-        places = [*step.places]
-        for row in rows:
-            places[row] = entry
-        return self._step(places)
 
     def _step(self, places: Sequence[int]) -> Step:
         """Return the step with these entries, with its expected tokens and seconds.
@@ -160,10 +156,6 @@ class Search:
         tokens_s = self._costs.tokens_s(base.num_tokens + sum(nodes))
         seconds = self._base_s + tokens_s + num_rounds * self._round_s + sum(own_s)
         return Step((*places,), self._load.base_tokens + sum(tokens), seconds)
-
-
-def _better(one: Step, other: Step) -> Step:
-    return other if other.rate > one.rate else one
 
 
 def never_less(costs: list[float]) -> list[float]:

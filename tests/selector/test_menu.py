@@ -74,7 +74,7 @@ def test_noise_aware_entries_vary_by_threshold():
 def test_noise_aware_trees_fit_any_room(tree, room):
     menu = menu_of(parse_expansion(tree), "traversal") if tree == "4.1.0" else menu_of(parse_expansion(tree), "coupled")
     place = max(range(len(menu)), key=lambda one: (str(menu.entries[one]) == tree, menu.num_nodes[one] == 16, menu.depths[one]))
-    assert tuple(menu.least_room[:, place if tree != "0.1.0" else 0]) == room
+    assert menu.least_room[place if tree != "0.1.0" else 0] == room
 
 
 def test_own_shaped_trees_come_in_sizes():

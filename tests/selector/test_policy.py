@@ -101,7 +101,7 @@ class ForgetsItsCosts(AdaptiveExpansion):
     """Probes whenever anything could be learnt, whatever it costs."""
 
     def _probe(self, batch, search, best):
-        return search.with_tree(best, [0], self._menu.drafting)[0], 1
+        return search.with_tree(best, [0], self._menu.drafting[0]), 1
 
 
 class DeafToOutcomes(AdaptiveExpansion):

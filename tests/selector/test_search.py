@@ -169,7 +169,7 @@ def test_tokens_of_others_make_time_expensive():
 def test_probed_step_differs_in_its_rows():
     one = search([0.5, 0.6, 0.7], costs((0.1,), 0.1))
     chosen = step_of(one, (1, 0, 3))
-    tried = one.with_tree(chosen, [1], [2, 5])
+    tried = [one.with_tree(chosen, [1], entry) for entry in (2, 5)]
     assert [step.places for step in tried] == [(1, 2, 3), (1, 5, 3)]
     assert tried == [step_of(one, step.places) for step in tried]
 
@@ -263,7 +263,7 @@ class OldestFirst(Search):
 
     def _best_alike(self, start):
         counts = range(1, 1 + len(start.places))
-        steps = [self._with(start, range(count), entry) for count in counts for entry in self._menu.drafting]
+        steps = [self.with_tree(start, range(count), entry) for count in counts for entry in self._menu.drafting]
         return max(start, *steps, key=lambda one: one.rate)
 
     def _best_of_fewer(self, start):
