@@ -88,7 +88,6 @@ class CostModel:
 
     def step_s(self, work: StepWork) -> float:
         """Return the predicted seconds of a step; its numbers may be expectations."""
-        # Plain Python: a step has few features, and numpy's code is not in the processor's caches after a pass.
         return float(sum(map(mul, self.coefficients.values(), (*rest_features(work), *draft_features(work)))))
 
     def saved_s(self, step_s: float) -> float:
@@ -117,8 +116,7 @@ class CostModel:
         if not self._has_scale and rest_s > 0.0:
             scale = (draft_s + rest_s) / self.step_s(work)
             self._prior, self._has_scale = [scale * one for one in self._prior], True
-        self._covariance_KK *= FORGETTING
-        self._covariance_KK += (1.0 - FORGETTING) * self._prior_KK
+        self._covariance_KK = FORGETTING * self._covariance_KK + (1.0 - FORGETTING) * self._prior_KK
         self._correct("rest", [*rest_features(work), *(0.0,) * _NUM_DRAFT], rest_s)
         if work.num_passes or work.num_rounds:
             self._correct("drafting", [*(0.0,) * NUM_REST, *draft_features(work)], draft_s)

@@ -103,8 +103,7 @@ class AdaptiveExpansion:
             if feedback.has_drafted and not feedback.has_prefill and len(feedback.outcomes) == feedback.num_rows:
                 self._num_passes = OWN_DECAY * self._num_passes + (1.0 - OWN_DECAY) * feedback.num_passes
                 self._num_rounds = OWN_DECAY * self._num_rounds + (1.0 - OWN_DECAY) * feedback.num_rounds
-        if outcomes:
-            self._estimator.observe(outcomes)
+        self._estimator.observe(outcomes)
         for one in outcomes if self._own_tokens else ():
             if (known := self._own_tokens.get(one.request_id)) is not None:
                 self._own_tokens[one.request_id] = OWN_DECAY * known + (1.0 - OWN_DECAY) * (1.0 + one.accepted_depth)

@@ -12,7 +12,6 @@ Shape key: B sequences, M entries by depth.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import attrgetter
 from typing import NamedTuple
 
 from engine.core.policy import StepWork
@@ -21,7 +20,7 @@ from selector.acceptance import Estimates
 from selector.cost import KEYS, CostModel
 from selector.menu import Menu
 
-_RATE = attrgetter("rate")
+_Cell = tuple[float, float, float, float, int]  # of an entry: tokens, nodes, seconds without T(N) and rounds, rounds, levels
 _SPREAD = (-1.28, -0.52, 0.0, 0.52, 1.28)  # equally likely numbers of standard deviations
 
 
@@ -66,15 +65,15 @@ class Search:
     def __init__(
         self, menu: Menu, estimates: Estimates, is_allowed: Sequence[Sequence[bool]] | None, load: BatchLoad, costs: CostModel
     ) -> None:
-        self._menu, self.estimates, self._is_allowed = menu, estimates, is_allowed
+        self._menu, self.estimates, self._are_unlike = menu, estimates, is_allowed is not None
+        self._is_allowed = is_allowed or [[True] * len(menu)] * len(load.context)
         self._load, self._costs, each_s = load, costs, costs.coefficients
         self._round_s = each_s["round"] + load.model_share * costs.pass_s(load.base.num_keys)
         self._fed_s = load.model_share * each_s["draft_token"]
         score_s = each_s["score"] / KEYS
         self._node_s_B = [each_s["drawn"] * draw + score_s * keys for draw, keys in zip(load.draws, load.context, strict=True)]
         fed_s_M = [(self._fed_s * share, self._fed_s * (depth > 0)) for share, depth in zip(menu.fed_share, menu.depths)]
-        # Tokens, nodes, seconds without T(N) and rounds, rounds and levels of each entry, [B][M]. The root is fed too.
-        self._cells: list[list[tuple[float, float, float, float, int]]] = []
+        self._cells: list[list[_Cell]] = []  # [B][M]; the root is fed too
         for tokens, nodes, rounds, node_s in zip(*estimates, self._node_s_B, strict=True):
             own_s = [count * (node_s + fed_s) + root_s for count, (fed_s, root_s) in zip(nodes, fed_s_M)]
             self._cells.append([*zip(tokens, nodes, own_s, rounds, menu.depths)])
@@ -88,9 +87,7 @@ class Search:
         best = self._best_alike(self.plain)
         if len(best.places) == 1 or best is self.plain:
             return best
-        if self._is_allowed is not None:
-            best = self._best_alike(best)
-        return self._best_of_fewer(best)
+        return self._best_of_fewer(self._best_alike(best) if self._are_unlike else best)
 
     def with_tree(self, step: Step, rows: Iterable[int], entry: int) -> Step:
         """Return a step with that entry for the given sequences."""
@@ -125,14 +122,17 @@ class Search:
         """Return the best of `start` and of candidates for each entry: all sequences that may have it do, then the best half,
         quarter and so on, to the best one alone. The best have the most expected tokens. The others keep their entries.
         """
-        best, tokens = start, self.estimates.tokens
+        found, best_rate = None, start.rate
         for entry in self._menu.drafting:
-            rows = [row for row in range(len(start.places)) if self._is_allowed is None or self._is_allowed[row][entry]]
-            rows.sort(key=lambda row: -tokens[row][entry])
-            while rows:
-                best = max(best, self.with_tree(start, rows, entry), key=_RATE)
-                rows = rows[: (len(rows) + 1) // 2] if len(rows) > 1 else []
-        return best
+            ranks = [-cells[entry][0] * allowed[entry] for cells, allowed in zip(self._cells, self._is_allowed)]
+            rows, count = sorted(range(len(ranks)), key=ranks.__getitem__), len(ranks) - ranks.count(0.0)
+            new, kept = [self._cells[row][entry] for row in rows], [self._cells[row][start.places[row]] for row in rows]
+            while count:
+                tokens, seconds = self._evaluated([*new[:count], *kept[count:]])
+                if tokens > best_rate * seconds:
+                    found, best_rate = (rows[:count], entry), tokens / seconds
+                count = (count + 1) // 2 if count > 1 else 0
+        return self.with_tree(start, *found) if found else start
 
     def _best_of_fewer(self, start: Step) -> Step:
         """Return the best of steps in which fewer and fewer sequences draft: the smallest gain per node is left out first."""
@@ -140,22 +140,24 @@ class Search:
         drafting = [(*self._cells[row][place][:2], -row) for row, place in enumerate(start.places) if place]
         for _, row in sorted([((tokens - 1.0) / max(1e-9, nodes), row) for tokens, nodes, row in drafting]):
             step = self.with_tree(step, [-row], 0)
-            best = max(best, step, key=_RATE)
+            best = step if step.rate > best.rate else best
         return best
 
     def _step(self, places: Sequence[int]) -> Step:
-        """Return the step with these entries, with its expected tokens and seconds.
+        return Step((*places,), *self._evaluated([cells[place] for cells, place in zip(self._cells, places)]))
+
+    def _evaluated(self, cells: Sequence[_Cell]) -> tuple[float, float]:
+        """Return the expected tokens and seconds of a step with an entry for each sequence.
 
         The step has the rounds of its longest tree, at least those of requests' own trees. A tree either has all levels or ends
         after the first, with the probability that gives its own expected rounds.
         """
-        tokens, nodes, own_s, rounds, depths = zip(*[cells[place] for cells, place in zip(self._cells, places)])
+        tokens, nodes, own_s, rounds, depths = zip(*cells)
         base, more = self._load.base, max(depths) - 1.0
         ends = prod([1.0 - (one - 1.0) / more for one in rounds if one > 1.0])
         num_rounds = max(base.num_rounds, min(1.0, max(rounds)) + more * (1.0 - ends))
         tokens_s = self._costs.tokens_s(base.num_tokens + sum(nodes))
-        seconds = self._base_s + tokens_s + num_rounds * self._round_s + sum(own_s)
-        return Step((*places,), self._load.base_tokens + sum(tokens), seconds)
+        return self._load.base_tokens + sum(tokens), self._base_s + tokens_s + num_rounds * self._round_s + sum(own_s)
 
 
 def never_less(costs: list[float]) -> list[float]:
