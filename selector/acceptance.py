@@ -34,7 +34,6 @@ _SIBLINGS = 0.4  # n siblings count as n ** 0.4 independent ones: those that fol
 _BAND, _HOT = 0.5, 2.0  # width of a kind's temperatures, and the last kind
 _KIND_DECAY, OWN_DECAY = 0.998, 0.96  # of counts, at each later tree
 _EDGE = 1e-3  # least distance of a rate from 0 and 1
-_WITHOUT_NODES = (1.0, 0.0, 1.0)  # tokens, nodes and rounds of a tree that stays empty: the extra token, after a round
 
 
 class Estimates(NamedTuple):
@@ -191,7 +190,8 @@ class CountedAcceptance:
         if columns.has_chances:
             for one, found in zip(own, found_B3, strict=True):
                 sums_3K = one.sums(one.kind.sums(self._start_3K))
-                for values, sums, extra, most in zip(found, sums_3K, _WITHOUT_NODES, self._most_3K, strict=True):
+                # A tree without nodes still has the extra token, after a round.
+                for values, sums, extra, most in zip(found, sums_3K, (1.0, 0.0, 1.0), self._most_3K, strict=True):
                     values += [min(total - _EDGE + extra, bound) for total, bound in zip(sums, most)]
         if columns.by_depth:
             rates_of = {kind: _rates(kind.by_depth, self._start_2D) for kind in {one.kind for one in own}}

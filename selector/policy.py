@@ -19,7 +19,7 @@ from selector.probes import REUSED_STEPS, Probes
 from selector.search import BatchLoad, Search, Step
 
 _MARGIN = 1.1  # to begin drafting: additional tokens over those of plain decoding in the same seconds; 1 to continue
-_FIRST_CORRECTIONS, _CORRECTED = 48, 24  # the first steps correct costs, later probes and one of so many steps
+_FIRST_CORRECTIONS = 48  # steps, all of which correct costs; later probes do, and a step of every second reused choice
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class AdaptiveExpansion:
         self._num_steps += feedback.num_steps
         self._probes.save(feedback.num_steps * (feedback.draft_s + feedback.rest_s))
         is_probe = bool(self._probes.probed)
-        corrects_costs = is_probe or self._num_steps <= _FIRST_CORRECTIONS or self._num_steps % _CORRECTED < feedback.num_steps
-        if feedback.has_drafted or corrects_costs:
-            self._unlearned.append((feedback, corrects_costs and not feedback.has_prefill))
+        corrects = is_probe or self._num_steps <= _FIRST_CORRECTIONS or self._num_steps % (2 * REUSED_STEPS) < feedback.num_steps
+        if feedback.has_drafted or corrects:
+            self._unlearned.append((feedback, corrects and not feedback.has_prefill))
         if is_probe:
             self._end_probe(feedback)
 
