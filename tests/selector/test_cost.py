@@ -3,10 +3,11 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.core.policy import StepWork
@@ -144,6 +145,36 @@ def test_tokens_curve_is_coefficients_times_features(first, second):
     drawn = costs.coefficients["drawn"] * (second - first)
     rise = costs.tokens_s(second) - costs.tokens_s(first)
     assert rise + drawn == pytest.approx(predicted(costs, ones[1]) - predicted(costs, ones[0]), abs=1e-9)
+
+
+@cache
+def known_costs() -> CostModel:
+    return taught(CostModel())
+
+
+def check_rises(costs: CostModel, num_tokens: float, count: int) -> None:
+    """Each rise of T(N) is that from one number to the next, also between whole numbers and beyond the last bend."""
+    rises = costs.rises_s(num_tokens, count)
+    assert len(rises) == count
+    for index, rise in enumerate(rises):
+        assert rise == pytest.approx(costs.tokens_s(num_tokens + index + 1) - costs.tokens_s(num_tokens + index), abs=1e-9)
+
+
+@given(st.floats(1.0, 700.0), st.integers(0, 70))
+@example(1.0, 64)
+@example(500.5, 70)
+def test_rises_are_differences_of_the_curve(num_tokens, count):
+    check_rises(known_costs(), num_tokens, count)
+
+
+class RoundsDown(CostModel):
+    def rises_s(self, num_tokens, count):
+        return super().rises_s(int(num_tokens), count)
+
+
+def test_rises_from_whole_numbers_are_detected():
+    with pytest.raises(AssertionError):
+        check_rises(taught(RoundsDown()), 15.5, 2)
 
 
 def test_coefficients_are_found_again():

@@ -150,7 +150,7 @@ def test_lost_feedback_is_detected():
         choices_with_drafts([False] * 30, [7] * 30, ForgetsFeedback)
 
 
-def test_cached_text_is_searched_when_news_come():
+def check_news(kind: type[PolicySteps] = PolicySteps) -> None:
     """A wrapper of the policy, which looks at cached text, sees every step with news."""
     seen = list[int]()
 
@@ -159,13 +159,28 @@ def test_cached_text_is_searched_when_news_come():
             seen.append(step)
             return super().choose(views)
 
-    steps = PolicySteps(Looks(Counts(ExpansionChoice((TREE,), Reason.SPECULATION_PAYS, num_steps=12))))
+    steps = kind(Looks(Counts(ExpansionChoice((TREE,), Reason.SPECULATION_PAYS, num_steps=12))))
     for step in range(14):
         views = BatchViews(list, 1, 7)
         views.has_news = step in (4, 5)
         steps.choose(views)
         steps.after_commit(Step(StepFeedback(0.1, 0.9, False, 1, 1, 0, partial(pytest.fail, "read"), tuple)))
     assert seen == [0, 4, 5, 12]
+
+
+def test_cached_text_is_searched_when_news_come():
+    check_news()
+
+
+class IgnoresNews(PolicySteps):
+    def choose(self, views):
+        views.has_news = False
+        return super().choose(views)
+
+
+def test_ignored_news_are_detected():
+    with pytest.raises(AssertionError):
+        check_news(IgnoresNews)
 
 
 def test_new_batches_use_the_policy():
