@@ -40,8 +40,12 @@ def _mechanisms() -> dict[str, Callable[[], Any]]:
     def nothing_due(*_: object) -> tuple[list[int], int]:
         return [], policy.REUSED_STEPS
 
-    def keeps_all(self: search.Search, _: search.Step) -> object:
-        return self._first[0][:1]
+    def same_for_all(self: search.Search, start: search.Step) -> search.Step:
+        steps = [self.with_tree(start, range(len(start.places)), entry) for entry in self._menu.drafting]
+        return max([start, *steps], key=lambda step: step.rate)
+
+    def keeps_all(_: search.Search, start: search.Step) -> search.Step:
+        return start
 
     return {
         "as it is": lambda: patch.object(policy, "REUSED_STEPS", policy.REUSED_STEPS),
@@ -52,7 +56,7 @@ def _mechanisms() -> dict[str, Callable[[], Any]]:
         "no correction of costs": lambda: patch.object(CostModel, "observe", ignores),
         "no cost of each node": lambda: patch.object(search.Search, "growth_costs", without_node_costs),
         "no ending of trees": lambda: patch.object(search.Search, "growth_costs", without_growth_costs),
-        "all sequences or none": lambda: patch.object(search.Search, "_fewer", keeps_all),
+        "all sequences or none": lambda: patch.multiple(search.Search, _best_alike=same_for_all, _best_of_fewer=keeps_all),
         "a kind's acceptance alone": lambda: patch.object(acceptance, "OWN_DECAY", 0.0),
     }
 

@@ -123,8 +123,8 @@ class Watching:
         """Return the largest tree for every sequence."""
         facts = self._source.facts([view.request_id for view in views])
         states = np.concatenate([facts.target_BD, facts.draft_BW], axis=1)
-        counted = self._counting.estimate(views)
-        counted_B4K = np.stack([counted.tokens, counted.nodes, counted.rounds, counted.nodes * self._menu.fed_share], axis=1)
+        tokens_BK, nodes_BK, rounds_BK = np.array(self._counting.estimate(views))
+        counted_B4K = np.stack([tokens_BK, nodes_BK, rounds_BK, nodes_BK * self._menu.fed_share], axis=1)
         self._seen = {
             view.request_id: (view, states[row], facts.scalars_BS[row], counted_B4K[row])
             for row, view in enumerate(views)

@@ -7,10 +7,10 @@ Where drafting pays, plain decoding would never be timed. The server estimates t
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.core.policy import MOST_UNOBSERVED, ExpansionChoice, ExpansionPolicy, Reason, SequenceView
+from engine.core.policy import MOST_UNOBSERVED, BatchViews, ExpansionChoice, ExpansionPolicy, Reason, SequenceView
 from engine.core.tree import PLAIN
 
-COMPARED_EVERY = 1024  # choices with drafts
+COMPARED_EVERY = 1024  # steps with drafts
 _COMPARED = (Reason.SPECULATION_PAYS, Reason.COPIED_TEXT)  # a probe would be charged with the seconds of plain decoding
 
 
@@ -28,8 +28,9 @@ class PlainComparison:
         choice = self._policy.choose(views)
         if choice.reason not in _COMPARED:
             return choice
-        self._num_drafting += 1
-        if self._num_drafting % COMPARED_EVERY:
+        before = self._num_drafting
+        self._num_drafting += views.num_steps if isinstance(views, BatchViews) else 1
+        if self._num_drafting // COMPARED_EVERY == before // COMPARED_EVERY:
             return choice
         plain, num_steps = (PLAIN,) * len(views), MOST_UNOBSERVED
         return replace(choice, expansions=plain, reason=Reason.COMPARISON, speedup=1.0, step_s=None, num_steps=num_steps)

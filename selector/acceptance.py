@@ -3,14 +3,16 @@
 An Estimator does not know seconds. The one here keeps decaying counts. Trees that are chosen whole count accepted tokens by
 depth. Noise-aware trees add up the probabilities of their nodes by least chance. Every estimate is shrunk: the prior
 of a depth is the depth above it, the prior of a sequence is its kind (temperature and verifier).
+Numbers are in lists: a choice has few, and after a pass of a model numpy's code is not in the processor's caches.
 
-Shape key: B sequences, M entries of a menu, D depths, K entries with a least chance, T of them with evidence from a tree.
+Shape key: B sequences, M entries of a menu, D depths, K entries with a least chance.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cache
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import log
 from typing import NamedTuple, Protocol
 
@@ -18,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.policy import DraftOutcome, NodeChances, SequenceView
-from engine.core.tree import Expansion
+from engine.core.tree import PLAIN, Expansion
 from engine.core.types import SamplingParams
 from selector.menu import Menu
 
 Array = NDArray[np.float64]
+Rows = Sequence[Sequence[float]]
 
 _START_ACCEPTANCE = 0.5  # before any trial: high enough to be tried
 _TYPICAL = 0.7  # acceptance for which shapes and tokens of trees that find their own shape are computed
@@ -31,15 +34,14 @@ _SIBLINGS = 0.4  # n siblings count as n ** 0.4 independent ones: those that fol
 _BAND, _HOT = 0.5, 2.0  # width of a kind's temperatures, and the last kind
 _KIND_DECAY, OWN_DECAY = 0.998, 0.96  # of counts, at each later tree
 _EDGE = 1e-3  # least distance of a rate from 0 and 1
-_LEAST_PRODUCT = np.finfo(np.float64).tiny
 
 
 class Estimates(NamedTuple):
-    """Expectations for each sequence and entry, float64 [B, M] each: E[tau + 1], drafted nodes, rounds of growth."""
+    """Expectations for each sequence and entry, [B][M] each: E[tau + 1], drafted nodes, rounds of growth."""
 
-    tokens: Array
-    nodes: Array
-    rounds: Array
+    tokens: Rows
+    nodes: Rows
+    rounds: Rows
 
 
 class Estimator(Protocol):
@@ -54,7 +56,7 @@ class Estimator(Protocol):
         ...
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """Learn from the outcomes of a step."""
+        """Learn from the outcomes of one step or several, oldest first."""
         ...
 
 
@@ -68,52 +70,93 @@ def kind_of(sampling: SamplingParams, verifier: str) -> str:
 class _Counts:
     """Decaying counts of a sequence of a `kind`, or of a kind. `accepted_D` are the latest rates of acceptance that follow."""
 
-    def __init__(self, accepted_D: list[float], num_chances: int, kind: "_Counts | None") -> None:
-        self.accepted_D, self.kind, self._decay = accepted_D, kind or self, OWN_DECAY if kind else _KIND_DECAY
-        self.by_depth = np.zeros((2, 2, len(accepted_D)))  # hits and trials of acceptance and of availability
-        self.by_chance = np.zeros((4, num_chances))  # tokens, nodes, rounds, trees
+    def __init__(self, accepted_D: list[float], num_chances: int, kind: "_Counts | None" = None, rule: object = None) -> None:
+        self.accepted_D, self.kind, self.rule, self._decay = accepted_D, kind or self, rule, OWN_DECAY if kind else _KIND_DECAY
+        self.by_depth = [[0.0] * len(accepted_D)] * 4  # hits and trials of acceptance, then of availability
+        self.by_chance = [[0.0] * num_chances] * 4  # tokens, nodes, rounds, trees
         self._accepted = self._expected = 0.0  # accepted nodes of noise-aware trees, and the sum of their probabilities
+        self._sums: tuple[Rows, Rows] | None = None  # a prior, and the sums for it
 
-    @property
-    def reliability(self) -> float:
-        """Accepted over expected nodes of noise-aware trees."""
-        return (self._accepted + _PRIOR_TRIALS) / (self._expected + _PRIOR_TRIALS)
+    def sums(self, prior_3K: Rows) -> Rows:
+        """Return the sums up to each least chance, which begin at _EDGE, [3][K].
 
-    def add_depths(self, counts_22D: Array) -> None:
+        The tokens of a kind are multiplied by accepted over expected nodes.
+        """
+        if not self.by_chance[3][0]:
+            return prior_3K
+        if self._sums is None or self._sums[0] is not prior_3K:
+            tokens, nodes, rounds, trees = self.by_chance
+            if self.kind is self:
+                reliability = (self._accepted + _PRIOR_TRIALS) / (self._expected + _PRIOR_TRIALS)
+                tokens = [reliability * one for one in tokens]
+            counts_3K = zip((tokens, nodes, rounds), prior_3K, strict=True)
+            self._sums = prior_3K, [_shrunk(one, trees, prior, _EDGE, 1.0) for one, prior in counts_3K]
+        return self._sums[1]
+
+    def add_depths(self, counts_4D: Rows) -> None:
         """Add a tree that was chosen whole."""
-        self.by_depth *= self._decay
-        self.by_depth += counts_22D
+        decay = self._decay
+        self.by_depth = [[decay * old + new for old, new in zip(*of)] for of in zip(self.by_depth, counts_4D)]
 
-    def add_nodes(self, sums_4T: Array, num_accepted: int, expected: float) -> None:
-        """Add a noise-aware tree. It has evidence for the first T least chances only."""
-        part = self.by_chance[:, : sums_4T.shape[1]]
-        part *= self._decay
-        part += sums_4T
-        self._accepted = self._decay * self._accepted + num_accepted
-        self._expected = self._decay * self._expected + expected
-
-
-def _rates(counts: Array, prior: Array) -> Array:
-    """Return hits over trials by depth, shrunk towards a prior that is scaled by the depth above over its prior."""
-    (hits, trials), above = counts, np.roll(prior, 1, axis=-1)
-    above[..., 0] = 1.0
-    rates = _followed(prior / above * _PRIOR_TRIALS / (trials + _PRIOR_TRIALS), hits / (trials + _PRIOR_TRIALS), 1.0)
-    return np.clip(rates, _EDGE, [[1.0 - _EDGE], [1.0]])
+    def add_trees(self, trees: "_Trees") -> None:
+        """Add noise-aware trees. Counts decay by the trees that have evidence for their least chance."""
+        num_known = [*accumulate(trees.num_known[:0:-1])][::-1]  # trees with evidence for each least chance
+        self._sums, decays = None, [self._decay**number for number in num_known]
+        counts = zip(self.by_chance, (trees.tokens, trees.nodes, trees.rounds, num_known), strict=True)
+        self.by_chance = [[decay * old + new for decay, old, new in zip(decays, *of)] for of in counts]
+        self._accepted = decays[0] * self._accepted + trees.num_accepted
+        self._expected = decays[0] * self._expected + trees.expected
 
 
-def _sums(counts: Array, prior: Array) -> Array:
-    """Return sums up to each least chance, shrunk towards a prior whose increments are scaled as the sum so far."""
-    weights = 1.0 / (counts[:, 3:] + _PRIOR_TRIALS)
-    before = np.full_like(prior, _EDGE)
-    before[..., 1:] += prior[..., :-1]
-    growth = 1.0 + ((prior + _EDGE) / before - 1.0) * _PRIOR_TRIALS * weights
-    return _followed(growth, counts[:, :3] * weights, _EDGE) - _EDGE
+class _Trees:
+    """Sums over noise-aware trees of a sequence, all of which count alike: between one least chance and the next.
+
+    `num_known` are trees by the number of least chances for which they have evidence. `most_nodes` is None if no bound cut them.
+    """
+
+    def __init__(self, least: Sequence[float], most_nodes: int | None) -> None:
+        self.most_nodes = most_nodes
+        self._opposite = [-one for one in least]  # ascending
+        self.tokens, self.nodes, self.rounds, self.num_known = ([0.0] * (1 + len(least)) for _ in range(4))
+        self.num_accepted, self.expected = 0, 0.0
+
+    def add(self, nodes: NodeChances, num_rounds: int) -> None:
+        """Add a tree that took these rounds. A tree has no evidence of nodes that are less likely than its own bound."""
+        is_cut = self.most_nodes is not None and len(nodes.chances) >= self.most_nodes
+        num_known, deepest = bisect_right(self._opposite, -(min(nodes.chances) if is_cut else nodes.least)), 1
+        if not num_known:
+            return
+        self.num_known[num_known] += 1.0
+        for chance, depth in sorted(zip(nodes.chances, nodes.depths), reverse=True):
+            if (place := bisect_left(self._opposite, -chance)) >= num_known:
+                break
+            self.tokens[place] += chance
+            self.nodes[place] += 1.0
+            if (deeper := min(depth + 1, num_rounds)) > deepest:
+                self.rounds[place] += deeper - deepest
+                deepest = deeper
+        self.num_accepted += len(nodes.accepted)
+        self.expected += sum(nodes.chances)
 
 
-def _followed(factors: Array, added: Array, first: float) -> Array:
-    """Return x[i] = factors[i] x[i - 1] + added[i] along the last axis, with `first` before x[0]."""
-    products = np.maximum(factors.cumprod(-1), _LEAST_PRODUCT)
-    return np.asarray(products * (first + (added / products).cumsum(-1)))
+def _shrunk(hits: Sequence[float], trials: Sequence[float], prior: Sequence[float], first: float, kept: float) -> list[float]:
+    """Return x[i] = kept x[i - 1] + hits over trials, shrunk towards a prior: as x[i - 1] changes where x is the prior's.
+
+    `first` comes before x[0] and before the prior. `kept` is 1 for sums and 0 for rates.
+    """
+    value, before, found = first, first, []
+    for hit, trial, now in zip(hits, trials, prior):
+        value = kept * value + (hit + _PRIOR_TRIALS * value * (now / before - kept)) / (trial + _PRIOR_TRIALS)
+        before = now
+        found.append(value)
+    return found
+
+
+def _rates(counts_4D: Rows, prior_2D: Rows) -> list[list[float]]:
+    """Return the rates of acceptance and of availability by depth, each shrunk towards the depth above, [2][D]."""
+    hits, trials, offers, queries = counts_4D
+    accepted_D, offered_D = _shrunk(hits, trials, prior_2D[0], 1.0, 0.0), _shrunk(offers, queries, prior_2D[1], 1.0, 0.0)
+    return [[max(_EDGE, min(1.0 - _EDGE, one)) for one in accepted_D], [max(_EDGE, min(1.0, one)) for one in offered_D]]
 
 
 class CountedAcceptance:
@@ -121,15 +164,15 @@ class CountedAcceptance:
 
     def __init__(self, menu: Menu) -> None:
         self._menu = menu
-        by_chance = [entry for entry in menu.entries if entry.least_chance]
-        self._least = [entry.least_chance for entry in by_chance]
+        self._by_chance = [entry for entry in menu.entries if entry.least_chance]
+        self._least = [entry.least_chance for entry in self._by_chance]
         if self._least != sorted(self._least, reverse=True):
             raise ValueError("the greatest least chance comes first")
         self._num_depths = max(1, menu.deepest)
-        self._start_2D = np.repeat([[_START_ACCEPTANCE], [1.0]], self._num_depths, axis=1)
-        self._start_3K = _start_of(by_chance)
-        most = [(1.0 + one.max_depth, one.max_nodes, one.max_depth) for one in by_chance]
-        self._most_3K = np.array(most, dtype=np.float64).reshape(-1, 3).T
+        self._start_2D = [[_START_ACCEPTANCE] * self._num_depths, [1.0] * self._num_depths]
+        self._start_3K = _start_of(self._least)
+        depths = [float(one.max_depth) for one in self._by_chance]
+        self._most_3K = [[1.0 + one for one in depths], [float(one.max_nodes) for one in self._by_chance], depths]
         self._kinds: dict[str, _Counts] = {}
         self._own: dict[str, _Counts] = {}
         self._columns: dict[Menu, _MenuColumns] = {}
@@ -138,37 +181,45 @@ class CountedAcceptance:
         """Return the expectations for the sequences."""
         menu = menu or self._menu
         if menu not in self._columns:
-            self._columns[menu] = _MenuColumns(menu, self._num_depths, self._least)
+            self._columns[menu] = _MenuColumns(menu, self._num_depths, self._by_chance)
         columns, own = self._columns[menu], [self._counts_of(view) for view in views]
         if len(self._own) > 2 * len(views) + 8:  # finished sequences
             present = {view.request_id for view in views}
             self._own = {name: own for name, own in self._own.items() if name in present}
-        found_3BM = np.zeros((3, len(views), len(menu)))
-        found_3BM[0] = 1.0
-        if len(columns.by_chance):
-            of_kinds_B4K = np.array([one.kind.by_chance for one in own])
-            of_kinds_B4K[:, 0] *= [[one.kind.reliability] for one in own]
-            sums_B3K = _sums(np.array([one.by_chance for one in own]), _sums(of_kinds_B4K, self._start_3K))
-            sums_B3K[:, ::2] += 1.0  # a tree without nodes still has the extra token, after a round
-            found_3BM[:, :, columns.by_chance] = np.minimum(sums_B3K, self._most_3K).swapaxes(0, 1)[..., columns.chance_places]
-        if len(columns.by_depth):
-            rates_B2D = _rates(np.array([one.kind.by_depth for one in own]).swapaxes(0, 1), self._start_2D)
-            rates_B2D = _rates(np.array([one.by_depth for one in own]).swapaxes(0, 1), rates_B2D)
-            for one, accepted_D in zip(own, rates_B2D[:, 0].tolist(), strict=True):
-                one.accepted_D = accepted_D
-            found_3BM[:, :, columns.by_depth] = columns.expected(*rates_B2D.swapaxes(0, 1))
-        return Estimates(*found_3BM)
+        found_B3 = [[[1.0], [0.0], [0.0]] for _ in views]  # of plain decoding; trees are added
+        if columns.has_chances:
+            for one, found in zip(own, found_B3, strict=True):
+                sums_3K = one.sums(one.kind.sums(self._start_3K))
+                # A tree without nodes still has the extra token, after a round.
+                for values, sums, extra, most in zip(found, sums_3K, (1.0, 0.0, 1.0), self._most_3K, strict=True):
+                    values += [min(total - _EDGE + extra, bound) for total, bound in zip(sums, most)]
+        if columns.by_depth:
+            rates_of = {kind: _rates(kind.by_depth, self._start_2D) for kind in {one.kind for one in own}}
+            rates_B2D = [_rates(one.by_depth, rates_of[one.kind]) for one in own]
+            expected_B3M = columns.expected(*np.array(rates_B2D).swapaxes(0, 1)).swapaxes(0, 1).tolist()
+            for one, rates_2D, found, expected_3M in zip(own, rates_B2D, found_B3, expected_B3M, strict=True):
+                one.accepted_D = rates_2D[0]
+                for values, expected in zip(found, expected_3M, strict=True):
+                    values += expected
+        return Estimates(*([[found[place] for place in columns.places] for found in of_all] for of_all in zip(*found_B3)))
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """Count the outcomes of trees. A row that decoded plainly has no evidence."""
+        """Count the outcomes of trees, of one step or several. A row that decoded plainly has no evidence."""
+        trees_of: dict[tuple[_Counts, Expansion], _Trees] = {}
         for outcome in outcomes:
-            own = self._own.get(outcome.request_id)
-            if own is None or outcome.expansion.is_plain:
+            own, nodes, tree = self._own.get(outcome.request_id), outcome.nodes, outcome.expansion
+            if own is None or tree.is_plain:
                 continue
-            if outcome.nodes is None:
+            if nodes is None:
                 self._observe_depths(own, outcome)
             elif self._least:
-                self._observe_nodes(own, outcome, outcome.nodes)
+                if (trees := trees_of.get((own, tree))) is None:
+                    trees = trees_of[own, tree] = _Trees(self._least, None if tree in self._menu.index else tree.max_nodes)
+                trees.add(nodes, outcome.drafted_depth)
+        for (own, _), trees in trees_of.items():
+            # Trees that a request's bound cut are evidence for that sequence only, whose later trees are cut too.
+            for counts in (own, own.kind) if trees.most_nodes is None else (own,):
+                counts.add_trees(trees)
 
     def _observe_depths(self, own: _Counts, outcome: DraftOutcome) -> None:
         """Count trials by depth. If all K siblings are rejected, that is K misses. If one is accepted, it is a part of a hit.
@@ -176,70 +227,44 @@ class CountedAcceptance:
         The part keeps the rate: E[hits] = a E[trials] under P(any) = 1 - (1 - a)^K.
         """
         widths, accepted = _widths(outcome.expansion), outcome.accepted_depth
-        requested = min(len(widths), self._num_depths)
-        drafted = outcome.drafted_depth
+        requested, drafted = min(len(widths), self._num_depths), outcome.drafted_depth
         if not outcome.expansion.is_delayed and drafted < requested:
             drafted -= 1  # the last round found nothing
-        counts_22D = np.zeros((2, 2, self._num_depths))
+        hits, trials, offers, queries = counts_4D = [[0.0] * self._num_depths for _ in range(4)]
         for depth, width in enumerate(widths[: min(accepted + 1, requested)]):
             rate, is_hit = own.accepted_D[depth], depth < accepted
             part = width * rate * (1.0 - rate) ** (width - 1.0) / (1.0 - (1.0 - rate) ** width) if is_hit else width
-            counts_22D[:, 0, depth] = part * is_hit, part
-        counts_22D[0, 1, : max(0, min(drafted, requested))] = 1.0
-        counts_22D[1, 1, : max(1, min(drafted + 1, requested))] = 1.0
+            hits[depth], trials[depth] = part * is_hit, part
+        for depth in range(max(1, min(drafted + 1, requested))):
+            queries[depth], offers[depth] = 1.0, float(depth < min(drafted, requested))
         for counts in (own, own.kind):
-            counts.add_depths(counts_22D)
-
-    def _observe_nodes(self, own: _Counts, outcome: DraftOutcome, nodes: NodeChances) -> None:
-        """Add up nodes between one least chance and the next. A tree has no evidence of nodes below its own bound.
-
-        If a request's bound cut the tree, it is evidence for that sequence only, whose later trees are cut too.
-        """
-        likeliest = sorted(zip(nodes.chances, nodes.depths, strict=True), reverse=True)
-        is_cut = outcome.expansion not in self._menu.index
-        least = min(nodes.chances) if is_cut and len(nodes.chances) >= outcome.expansion.max_nodes else nodes.least
-        sums: list[tuple[float, float, float, float]] = []
-        count, deepest = 0, 1
-        for chance in self._least:
-            if chance < least:
-                break
-            first, before, tokens = count, deepest, 0.0
-            while count < len(likeliest) and likeliest[count][0] >= chance:
-                tokens += likeliest[count][0]
-                deepest = max(deepest, min(likeliest[count][1] + 1, outcome.drafted_depth))
-                count += 1
-            sums.append((tokens, count - first, deepest - before, 1.0))
-        if not sums:
-            return
-        expected = sum(nodes.chances)
-        for counts in (own,) if is_cut else (own, own.kind):
-            counts.add_nodes(np.array(sums).T, len(nodes.accepted), expected)
+            counts.add_depths(counts_4D)
 
     def _counts_of(self, view: SequenceView) -> _Counts:
         """Return a sequence's counts. A sequence that is new, or whose id is used again, begins with empty ones."""
-        own, name = self._own.get(view.request_id), kind_of(view.sampling, view.verifier)
-        if own is None or not view.num_generated or own.kind is not self._kinds.get(name):
-            size = self._start_2D[0].tolist(), len(self._least)
+        own, rule = self._own.get(view.request_id), (view.sampling.temperature, view.verifier)
+        if own is None or not view.num_generated or own.rule != rule:
+            size, name = (self._start_2D[0], len(self._least)), kind_of(view.sampling, view.verifier)
             if name not in self._kinds:
-                self._kinds[name] = _Counts(*size, None)
-            own = self._own[view.request_id] = _Counts(*size, self._kinds[name])
+                self._kinds[name] = _Counts(*size)
+            own = self._own[view.request_id] = _Counts(*size, self._kinds[name], rule)
         return own
 
 
 class _MenuColumns:
     """The columns of a menu by estimation: by least chance for noise-aware trees, by depth for all others.
 
-    `chance_places` are the places of the noise-aware trees among the estimator's. Each other tree has competing siblings, nodes,
-    and whether a level follows, by depth, [M, D].
+    `places` are those of the entries among all that are estimated: plain decoding, noise-aware trees if it `has_chances`, and the
+    others. Each of these has competing siblings, nodes, and whether a level follows, by depth, [M, D].
     """
 
-    def __init__(self, menu: Menu, num_depths: int, least: list[float]) -> None:
-        self.by_chance = np.flatnonzero(menu.least_chances)
-        places = [least.index(menu.entries[place].least_chance) for place in self.by_chance.tolist()]
-        self.chance_places = np.array(places, dtype=np.int64)
-        self.by_depth = np.flatnonzero((menu.depths > 0) & (menu.least_chances == 0.0))
+    def __init__(self, menu: Menu, num_depths: int, by_chance: Sequence[Expansion]) -> None:
+        self.has_chances = any(menu.least_chances)
+        self.by_depth = [place for place in menu.drafting if not menu.least_chances[place]]
+        trees = [PLAIN, *(by_chance if self.has_chances else ()), *(menu.entries[place] for place in self.by_depth)]
+        self.places = [trees.index(entry) for entry in menu.entries]
         self._widths_MD, self._nodes_MD, self._has_next_MD = np.zeros((3, len(self.by_depth), num_depths))
-        for row, place in enumerate(self.by_depth.tolist()):
+        for row, place in enumerate(self.by_depth):
             entry = menu.entries[place]
             self._widths_MD[row, : entry.max_depth] = _widths(entry)
             self._nodes_MD[row, : entry.max_depth] = _nodes_by_depth(entry)
@@ -291,11 +316,10 @@ def best_reach(expansion: Expansion, acceptance: float) -> list[float]:
     return reach
 
 
-def _start_of(entries: Sequence[Expansion]) -> Array:
-    """Return tokens, nodes and rounds up to each entry's least chance, without any evidence, [3, K].
+def _start_of(least_K: Sequence[float]) -> list[list[float]]:
+    """Return tokens, nodes and rounds up to each least chance, without any evidence, as sums that begin at _EDGE, [3][K].
 
     Nodes of any probability add as many tokens as nodes of half that probability, since there are twice as many of these.
     """
-    least_K = np.array([entry.least_chance for entry in entries])
-    tokens_K, nodes_K = -_TYPICAL * np.log(least_K), _TYPICAL * (1.0 / least_K - 1.0)
-    return np.stack([tokens_K, nodes_K, 2.0 * tokens_K])
+    tokens_K, nodes_K = [-_TYPICAL * log(one) for one in least_K], [_TYPICAL * (1.0 / one - 1.0) for one in least_K]
+    return [[_EDGE + one for one in row] for row in (tokens_K, nodes_K, [2.0 * one for one in tokens_K])]

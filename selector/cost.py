@@ -14,7 +14,7 @@ Shape key: K coefficients, F features of one part, C steps. Units: seconds.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf, isfinite
 from operator import mul
 
@@ -25,9 +25,7 @@ from engine.core.policy import MOST_UNOBSERVED, StepWork
 
 Array = NDArray[np.float64]
 
-KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of packed tokens between which T(N) is a line
-KNOTS_F = np.array(KNOTS, dtype=np.float64)
-_WIDTHS = np.diff(KNOTS_F)
+KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of packed tokens between which T(N) is a line: powers of 2
 _SEGMENTS = tuple(pairwise((*KNOTS, inf)))
 REST_COEFFICIENTS = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn", "key", "score", "call")
 DRAFT_COEFFICIENTS = ("round", "pass", "draft_token", "pass_key")
@@ -71,10 +69,10 @@ class CostModel:
         rest, draft = rest or GENERIC_REST, draft or GENERIC_DRAFT
         if len(rest) != NUM_REST or len(draft) != _NUM_DRAFT:
             raise ValueError(f"{NUM_REST} coefficients of the rest and {_NUM_DRAFT} of drafting are needed")
-        self._prior_K = np.array([*rest, *draft], dtype=np.float64)
-        if not np.isfinite(self._prior_K).all() or (self._prior_K <= 0.0).any():
+        self._prior = [float(one) for one in (*rest, *draft)]
+        if not all(0.0 < one < inf for one in self._prior):
             raise ValueError("coefficients must be positive")
-        self._error_K = np.zeros(len(_NAMES))
+        self._errors = [0.0] * len(_NAMES)
         self._prior_KK = _COMMON_VARIANCE + _OWN_VARIANCE * np.eye(len(_NAMES))
         self._covariance_KK = self._prior_KK.copy()
         self._was_clipped = {"rest": False, "drafting": False}
@@ -82,36 +80,42 @@ class CostModel:
 
     def _update(self) -> None:
         """Derive the coefficients and the curve T(N) from the errors."""
-        coefficients_K = self._prior_K * np.maximum(1.0 + self._error_K, LEAST_FACTOR)
-        self.coefficients: dict[str, float] = dict(zip(_NAMES, coefficients_K.tolist(), strict=True))
-        slopes_F = coefficients_K[1 : 1 + len(KNOTS)]
-        self._curve_F, self._last_slope = np.append(0.0, np.cumsum(slopes_F[:-1] * _WIDTHS)), slopes_F[-1]
+        coefficients = [prior * max(1.0 + error, LEAST_FACTOR) for prior, error in zip(self._prior, self._errors, strict=True)]
+        self.coefficients: dict[str, float] = dict(zip(_NAMES, coefficients, strict=True))
+        slopes = coefficients[1 : 1 + len(KNOTS)]
+        begins = accumulate(map(mul, slopes, KNOTS), initial=0.0)  # a knot is as far from the next as from 0
+        self._lines: list[tuple[int, float, float]] = [(1, 0.0, 0.0), *zip(KNOTS, begins, slopes)]  # below and from each knot
 
     def step_s(self, work: StepWork) -> float:
         """Return the predicted seconds of a step; its numbers may be expectations."""
-        # Plain Python: a step has few features, and numpy's code is not in the processor's caches after a pass.
         return float(sum(map(mul, self.coefficients.values(), (*rest_features(work), *draft_features(work)))))
 
-    def saved_s(self, step_s: Array) -> Array:
-        """Return the part of the seconds of steps that they save by sharing a call with others like them, elementwise."""
-        num_steps = np.clip(self.longest_run_s // step_s, 1.0, MOST_UNOBSERVED)
-        return np.asarray(self.coefficients["call"] * (1.0 - 1.0 / num_steps))
+    def saved_s(self, step_s: float) -> float:
+        """Return the part of a step's seconds that it saves by sharing its call with others like it."""
+        return self.coefficients["call"] * (1.0 - 1.0 / max(1.0, min(MOST_UNOBSERVED, self.longest_run_s // step_s)))
 
     def pass_s(self, num_keys: float) -> float:
         """Return the predicted seconds of a pass of the draft model, without the tokens fed to it."""
         return self.coefficients["pass"] + num_keys * (self.coefficients["pass_key"] / KEYS)
 
-    def tokens_s(self, num_tokens: Array) -> Array:
-        """Return T(N) - T(1) for numbers of packed tokens, elementwise."""
-        beyond = np.maximum(num_tokens - KNOTS_F[-1], 0.0)
-        seconds: Array = np.interp(num_tokens, KNOTS_F, self._curve_F) + beyond * self._last_slope
-        return seconds
+    def tokens_s(self, num_tokens: float) -> float:
+        """Return T(N) - T(1) for a number of packed tokens, which may be an expectation."""
+        knot, begin_s, slope_s = self._lines[min(int(num_tokens).bit_length(), len(KNOTS))]
+        return begin_s + (num_tokens - knot) * slope_s
+
+    def rises_s(self, num_tokens: float, count: int) -> list[float]:
+        """Return how much T(N) rises with each of `count` further tokens."""
+        first, rises_s = int(num_tokens), list[float]()
+        for end, (_, _, slope_s) in zip((*KNOTS, inf), self._lines, strict=True):
+            rises_s += [slope_s] * int(min(end, first + count + 1) - first - len(rises_s))
+        share = num_tokens - first
+        return [(1.0 - share) * one + share * other for one, other in pairwise(rises_s)]
 
     def observe(self, work: StepWork, draft_s: float, rest_s: float) -> None:
         """Learn from the measured seconds of a step."""
         if not self._has_scale and rest_s > 0.0:
-            self._prior_K *= (draft_s + rest_s) / self.step_s(work)
-            self._has_scale = True
+            scale = (draft_s + rest_s) / self.step_s(work)
+            self._prior, self._has_scale = [scale * one for one in self._prior], True
         self._covariance_KK = FORGETTING * self._covariance_KK + (1.0 - FORGETTING) * self._prior_KK
         self._correct("rest", [*rest_features(work), *(0.0,) * _NUM_DRAFT], rest_s)
         if work.num_passes or work.num_rounds:
@@ -120,24 +124,25 @@ class CostModel:
 
     def _correct(self, part: str, features: Sequence[float], measured_s: float) -> None:
         """Update the filter from the measured seconds of one part of a step."""
-        weights_K = np.array(features) * self._prior_K
-        scale_s = float(weights_K.sum())
+        seconds = [*map(mul, features, self._prior)]
+        scale_s = sum(seconds)
         if scale_s <= 0.0 or not isfinite(measured_s):
             return
-        weights_K /= scale_s
-        expected = 1.0 + float(weights_K @ self._error_K)
-        towards_K = self._covariance_KK @ weights_K
+        weights = [one / scale_s for one in seconds]
+        expected = 1.0 + sum(map(mul, weights, self._errors))
+        towards_K = self._covariance_KK @ np.array(weights)
+        towards = towards_K.tolist()
         noise = (NOISE * max(expected, LEAST_FACTOR)) ** 2
-        variance = float(weights_K @ towards_K) + noise
+        variance = sum(map(mul, weights, towards)) + noise
         surprise = measured_s / scale_s - expected
         bound = MOST_SIGMAS * variance**0.5
         is_clipped = abs(surprise) > bound
         if is_clipped and self._was_clipped[part]:
             self._covariance_KK = self._prior_KK.copy()
         self._was_clipped[part] = is_clipped
-        gain_K = towards_K / variance
-        self._error_K += gain_K * min(bound, max(-bound, surprise))
-        self._covariance_KK -= gain_K[:, None] * towards_K
+        correction = min(bound, max(-bound, surprise)) / variance
+        self._errors = [error + correction * one for error, one in zip(self._errors, towards, strict=True)]
+        self._covariance_KK -= np.multiply.outer(towards_K / variance, towards_K)
 
 
 def fitted_coefficients(features: Sequence[Sequence[float]], seconds_C: Array, generic: Sequence[float]) -> list[float]:

@@ -7,9 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil, inf
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engine.core.policy import SequenceView
 from engine.core.tree import DELAYED_TREES, PLAIN, Expansion, TreeName
 from engine.core.verifier_table import default_tree, is_exact
@@ -30,19 +27,18 @@ class Menu:
             raise ValueError("a menu begins with plain decoding and has no entry twice")
         self.entries = entries
         self.index = {entry: place for place, entry in enumerate(entries)}
-        self.depths = np.array([entry.max_depth for entry in entries])  # levels, int64 [M]
-        if list(self.depths) != sorted(self.depths):
+        self.depths = [entry.max_depth for entry in entries]  # levels, [M]
+        if self.depths != sorted(self.depths):
             raise ValueError("the entries of a menu are ordered by depth")
-        self.deepest = int(self.depths[-1])
-        self.num_nodes = np.array([entry.num_draft_tokens for entry in entries])  # drafted tokens at most, int64 [M]
-        self.most_nodes = int(self.num_nodes.max())
-        self.least_chances = np.array([entry.least_chance for entry in entries])  # of a node, 0 without a bound, float64 [M]
-        has_chance_M = self.least_chances > 0.0
-        self.least_chance = float(self.least_chances[has_chance_M].min()) if has_chance_M.any() else 0.0
-        # Drafted tokens and levels that each entry needs room for, [2, M]. Trees with a least chance fit in any room.
-        self.least_room = np.where(has_chance_M, np.minimum(self.num_nodes, 1), np.stack([self.num_nodes, self.depths]))
-        self.room_for_all: tuple[int, int] = tuple(self.least_room.max(1).tolist())
-        self.fed_share = np.array([fed_share(entry) for entry in entries])  # share of the nodes fed to the drafter, float64 [M]
+        self.deepest = self.depths[-1]
+        self.num_nodes = [entry.num_draft_tokens for entry in entries]  # drafted tokens at most, [M]
+        self.most_nodes = max(self.num_nodes)
+        self.least_chances = [entry.least_chance for entry in entries]  # of a node, 0 without a bound, [M]
+        self.least_chance = min(filter(None, self.least_chances), default=0.0)
+        # Drafted tokens and levels that each entry needs room for, [M]. Trees with a least chance fit in any room.
+        self.least_room = [(1, 1) if one.least_chance else (one.num_draft_tokens, one.max_depth) for one in entries]
+        self.room_for_all = tuple(max(room) for room in zip(*self.least_room, strict=True))
+        self.fed_share = [fed_share(entry) for entry in entries]  # share of the nodes fed to the drafter, [M]
         self.drafting = tuple(place for place, entry in enumerate(entries) if not entry.is_plain)
         # Trees whose outcome shows the acceptance at every depth: chains and trees that find their own shape.
         self.informative = tuple(
@@ -50,7 +46,7 @@ class Menu:
         )
         self._hash = hash(entries)
         self._menus: dict[str, Menu] = {}  # by verifier
-        self._exact: dict[str, NDArray[np.bool_]] = {}
+        self._exact: dict[str, list[bool]] = {}
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -61,8 +57,8 @@ class Menu:
     def __hash__(self) -> int:
         return self._hash
 
-    def allowed_for(self, views: Sequence[SequenceView]) -> tuple["Menu", NDArray[np.bool_] | None]:
-        """Return the menu for these sequences, and which entries each may have, [B, M]. None means all of them.
+    def allowed_for(self, views: Sequence[SequenceView]) -> tuple["Menu", list[list[bool]] | None]:
+        """Return the menu for these sequences, and which entries each may have, [B][M]. None means all of them.
 
         A sequence may have trees on which its verifier is exact, within its bound on nodes and the rest of its text. It may have
         none while its prompt is fed. All deterministic rows, also greedy rows, use the menu of the coupled rule.
@@ -73,28 +69,27 @@ class Menu:
         bounds = [0 if one.num_uncached > 1 else one.speculation.max_nodes for one in views]
         most_nodes_B = [inf if bound is None else bound for bound in bounds]
         remaining_B = [max(1, one.num_remaining) for one in views]
-        least_nodes_M, least_depths_M = menu.least_room
         if are_alike and min(most_nodes_B) >= menu.room_for_all[0] and min(remaining_B) > menu.room_for_all[1]:
             return menu, None
-        allowed_BM = least_nodes_M <= np.array(most_nodes_B)[:, None]
-        allowed_BM &= least_depths_M < np.array(remaining_B)[:, None]
-        if not are_alike:
-            allowed_BM &= np.stack([self._exact_for(verifier) for verifier in verifiers])
-        return menu, allowed_BM
+        exact_BM = [[True] * len(menu) if are_alike else self._exact_for(verifier) for verifier in verifiers]
+        return menu, [
+            [is_exact and nodes <= most and levels < left for is_exact, (nodes, levels) in zip(exact_M, menu.least_room)]
+            for exact_M, most, left in zip(exact_BM, most_nodes_B, remaining_B, strict=True)
+        ]
 
     def _menu_for(self, verifier: str) -> "Menu":
         """Return the part of the menu that sequences with this verifier may have."""
         if verifier not in self._menus:
-            rows = zip(self.entries, self._exact_for(verifier).tolist(), strict=True)
+            rows = zip(self.entries, self._exact_for(verifier), strict=True)
             self._menus[verifier] = Menu(tuple(entry for entry, is_open in rows if is_open))
         return self._menus[verifier]
 
-    def _exact_for(self, verifier: str) -> NDArray[np.bool_]:
+    def _exact_for(self, verifier: str) -> list[bool]:
         """Return on which entries a verifier is exact, [M]. Delayed trees are left out if there are trees of their own shape."""
         if verifier not in self._exact:
-            is_exact_M = np.array([one.is_plain or is_exact(one.kind, verifier) for one in self.entries])
-            own_M = is_exact_M & np.array([one.is_plain or not one.is_delayed for one in self.entries])
-            self._exact[verifier] = own_M if own_M.sum() > 1 else is_exact_M
+            exact_M = [one.is_plain or is_exact(one.kind, verifier) for one in self.entries]
+            own_M = [exact and (one.is_plain or not one.is_delayed) for exact, one in zip(exact_M, self.entries)]
+            self._exact[verifier] = own_M if sum(own_M) > 1 else exact_M
         return self._exact[verifier]
 
 

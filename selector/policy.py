@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
-import numpy as np
-from numpy.typing import NDArray
-
-from engine.core.policy import ExpansionChoice, Reason, SequenceView, StepFeedback, StepWork, composition_of
+from engine.core.policy import DraftOutcome, ExpansionChoice, Reason, SequenceView, StepFeedback, StepWork, composition_of
 from engine.core.tree import PLAIN, Expansion
 from selector.acceptance import OWN_DECAY, Estimates, Estimator
 from selector.cost import CostModel
@@ -22,25 +19,25 @@ from selector.probes import REUSED_STEPS, Probes
 from selector.search import BatchLoad, Search, Step
 
 _MARGIN = 1.1  # to begin drafting: additional tokens over those of plain decoding in the same seconds; 1 to continue
-_FIRST_CORRECTIONS = 48  # steps, all of which correct costs; later probes do, and a step of each reused choice
+_FIRST_CORRECTIONS = 48  # steps, all of which correct costs; later probes do, and a step of every second reused choice
 
 
 @dataclass(frozen=True)
 class _PolicyBatch:
     """The sequences that the policy chooses for, with their places in the step, their menu and the rest of the step's work."""
 
-    free: tuple[int, ...]
-    views: tuple[SequenceView, ...]
+    free: Sequence[int]
+    views: Sequence[SequenceView]
     menu: Menu
-    is_allowed_BM: NDArray[np.bool_] | None  # None: everything
+    is_allowed: Sequence[Sequence[bool]] | None  # [B][M], None: everything
     load: BatchLoad
 
     def probes_for(self, rows: Sequence[int], places: Sequence[int]) -> list[int]:
         """Return the entries with which these sequences may be probed instead of their own."""
         entries = self.menu.informative if places[rows[0]] else self.menu.drafting
         chosen = {places[row] for row in rows}
-        allowed_M = None if self.is_allowed_BM is None else np.asarray(self.is_allowed_BM[[*rows]].all(0))
-        return [entry for entry in entries if entry not in chosen and (allowed_M is None or allowed_M[entry])]
+        limits = [] if self.is_allowed is None else [self.is_allowed[row] for row in rows]
+        return [entry for entry in entries if entry not in chosen and all(is_allowed[entry] for is_allowed in limits)]
 
 
 class AdaptiveExpansion:
@@ -64,19 +61,17 @@ class AdaptiveExpansion:
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the best expansions found, with the expected seconds and speed-up of the step."""
-        unlearned, self._unlearned = self._unlearned, []
-        for feedback, corrects_costs in unlearned:
-            self._learn_from(feedback, corrects_costs)
+        self._learn()
         if composition_of(views) is None and any(view.num_uncached > 1 for view in views):
             return ExpansionChoice((PLAIN,) * len(views), Reason.PLAIN_IS_BEST)  # a prompt fills the step, so nodes cost too much
-        own = {one.request_id: tree for one in views if not (tree := _own_tree(one)).is_plain}
+        own = {one.request_id: tree for one in views if not (one.is_free or (tree := _own_tree(one)).is_plain)}
         self._own_tokens = {name: self._own_tokens.get(name, 1.0) for name in own}
         if not any(view.is_free for view in views):
             return ExpansionChoice((PLAIN,) * len(views), num_steps=REUSED_STEPS)
         batch = self._batch(views, own)
         estimates = _within_text(self._estimator.estimate(batch.views, batch.menu), batch)
-        search = Search(batch.menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
-        if not isfinite(float(np.sum(estimates)) + search.plain.rate):
+        search = Search(batch.menu, estimates, batch.is_allowed, batch.load, self._costs)
+        if not isfinite(sum([sum(map(sum, rows)) for rows in estimates]) + search.plain.rate):
             raise ArithmeticError("the expectation of a step is not a finite number")
         plain, best = search.plain, search.best()
         margin = 1.0 if self._reason is Reason.SPECULATION_PAYS else _MARGIN
@@ -91,21 +86,23 @@ class AdaptiveExpansion:
         self._num_steps += feedback.num_steps
         self._probes.save(feedback.num_steps * (feedback.draft_s + feedback.rest_s))
         is_probe = bool(self._probes.probed)
-        corrects_costs = is_probe or self._num_steps <= _FIRST_CORRECTIONS or self._num_steps % REUSED_STEPS < feedback.num_steps
-        if feedback.has_drafted or corrects_costs:
-            self._unlearned.append((feedback, corrects_costs and not feedback.has_prefill))
+        corrects = is_probe or self._num_steps <= _FIRST_CORRECTIONS or self._num_steps % (2 * REUSED_STEPS) < feedback.num_steps
+        if feedback.has_drafted or corrects:
+            self._unlearned.append((feedback, corrects and not feedback.has_prefill))
         if is_probe:
             self._end_probe(feedback)
 
-    def _learn_from(self, feedback: StepFeedback, corrects_costs: bool) -> None:
-        outcomes = feedback.outcomes
-        if corrects_costs and outcomes:
-            self._costs.observe(feedback.work, feedback.draft_s, feedback.rest_s)
-        if not feedback.has_drafted:
-            return
-        if not feedback.has_prefill and len(outcomes) == feedback.num_rows:
-            self._num_passes = OWN_DECAY * self._num_passes + (1.0 - OWN_DECAY) * feedback.num_passes
-            self._num_rounds = OWN_DECAY * self._num_rounds + (1.0 - OWN_DECAY) * feedback.num_rounds
+    def _learn(self) -> None:
+        """Learn from the steps since the last choice."""
+        unlearned, self._unlearned = self._unlearned, []
+        outcomes: list[DraftOutcome] = []
+        for feedback, corrects_costs in unlearned:
+            if corrects_costs and feedback.outcomes:
+                self._costs.observe(feedback.work, feedback.draft_s, feedback.rest_s)
+            outcomes += feedback.outcomes if feedback.has_drafted else ()
+            if feedback.has_drafted and not feedback.has_prefill and len(feedback.outcomes) == feedback.num_rows:
+                self._num_passes = OWN_DECAY * self._num_passes + (1.0 - OWN_DECAY) * feedback.num_passes
+                self._num_rounds = OWN_DECAY * self._num_rounds + (1.0 - OWN_DECAY) * feedback.num_rounds
         self._estimator.observe(outcomes)
         for one in outcomes if self._own_tokens else ():
             if (known := self._own_tokens.get(one.request_id)) is not None:
@@ -132,7 +129,7 @@ class AdaptiveExpansion:
         self._probes.resize(search.plain.seconds)
         least_s = inf  # loss of the cheapest probe
         for rows in [due, due[:1]] if len(due) > 1 else [due] if due else []:
-            trees = search.with_tree(best, rows, entries) if (entries := batch.probes_for(rows, places)) else []
+            trees = [search.with_tree(best, rows, entry) for entry in batch.probes_for(rows, places)]
             losses_s = [one.loss_s(best) for one in trees]
             payable = [one for one, loss_s in zip(trees, losses_s, strict=True) if self._probes.can_pay(loss_s)]
             least_s = min([least_s, *losses_s])
@@ -140,7 +137,7 @@ class AdaptiveExpansion:
                 payable = [trees[losses_s.index(min(losses_s))]]
             if payable:
                 self._without_probe = best
-                self._probe_tokens = sum(float(search.estimates.tokens[row, places[row]]) - 1.0 for row in rows)
+                self._probe_tokens = sum(search.estimates.tokens[row][places[row]] - 1.0 for row in rows)
                 self._probes.begin([batch.views[row] for row in rows])
                 return payable[-1] if places[rows[0]] else min(payable, key=lambda one: one.loss_s(best)), 1
         if not is_plain:
@@ -176,28 +173,26 @@ class AdaptiveExpansion:
         Every sequence counts as decoding: a prompt is fed once under any choice.
         """
         share = self._num_passes / self._num_rounds
-        free = tuple(index for index, view in enumerate(views) if view.is_free)
-        chosen_for = tuple(views[index] for index in free)
-        trees = [(one, own[one.request_id]) for one in views if one.request_id in own]
-        num_keys = sum(view.num_committed for view in views)
-        num_rounds = max((tree.max_depth for _, tree in trees), default=0)
-        num_fed = sum(1.0 + tree.num_draft_tokens * fed_share(tree) for _, tree in trees)
+        free = [index for index, view in enumerate(views) if view.is_free]
+        chosen_for = [views[index] for index in free]
+        draws, context = [float(not one.sampling.is_greedy) for one in views], [one.num_committed for one in views]
+        trees = [(index, own[one.request_id]) for index, one in enumerate(views) if one.request_id in own] if own else []
+        num_rounds = max([tree.max_depth for _, tree in trees], default=0)
         base = StepWork(
             num_rows=len(views),
-            num_tokens=len(views) + sum(tree.num_draft_tokens for _, tree in trees),
-            num_drawn=sum(not one.sampling.is_greedy for one in views)
-            + sum(tree.num_draft_tokens for one, tree in trees if not one.sampling.is_greedy),
-            num_keys=num_keys,
-            num_scores=num_keys + sum(tree.num_draft_tokens * one.num_committed for one, tree in trees),
+            num_tokens=len(views) + sum([tree.num_draft_tokens for _, tree in trees]),
+            num_drawn=int(sum(draws) + sum([draws[index] * tree.num_draft_tokens for index, tree in trees])),
+            num_keys=sum(context),
+            num_scores=sum(context) + sum([tree.num_draft_tokens * context[index] for index, tree in trees]),
             num_passes=share * num_rounds,
-            num_draft_tokens=share * num_fed,
+            num_draft_tokens=share * sum([1.0 + tree.num_draft_tokens * fed_share(tree) for _, tree in trees]),
             num_rounds=num_rounds,
         )
         load = BatchLoad(
             base,
             base_tokens=len(views) - len(free) + sum(self._own_tokens.values()) - len(own),
-            context=[one.num_committed for one in chosen_for],
-            draws=[float(not one.sampling.is_greedy) for one in chosen_for],
+            context=[context[index] for index in free],
+            draws=[draws[index] for index in free],
             model_share=share,
             runs_in_a_row=not (trees or any(view.needs_host for view in views)),
             drafts_run=self._costs.drafts_run and all(one.sampling.is_greedy or one.verifier == "coupled" for one in chosen_for),
@@ -210,12 +205,14 @@ def _within_text(estimates: Estimates, batch: _PolicyBatch) -> Estimates:
 
     Only noise-aware trees need this: other trees are allowed only if they fit.
     """
-    most_B = [min(inf if (most := one.speculation.max_nodes) is None else most, one.num_remaining - 1) for one in batch.views]
+    bounds = [inf if (most := one.speculation.max_nodes) is None else most for one in batch.views]
+    most_B = [max(0.0, min(bound, one.num_remaining - 1.0)) for bound, one in zip(bounds, batch.views, strict=True)]
     if not batch.menu.least_chance or min(most_B) >= batch.menu.most_nodes:
         return estimates
-    most_B1 = np.maximum(0.0, np.array(most_B, dtype=np.float64))[:, None]
-    tokens, nodes, rounds = estimates
-    return Estimates(np.minimum(tokens, 1.0 + most_B1), np.minimum(nodes, most_B1), np.minimum(rounds, most_B1))
+    limits = zip(estimates, (1.0, 0.0, 0.0), strict=True)
+    return Estimates(
+        *([[min(one, extra + most) for one in row] for row, most in zip(rows, most_B, strict=True)] for rows, extra in limits)
+    )
 
 
 def _own_tree(view: SequenceView) -> Expansion:

@@ -4,25 +4,24 @@ The batch shares a step's seconds: rounds of growth are paid once. A node is onl
 the batch has. Each entry of the menu is tried for all sequences that may have it, then for the best half, quarter and so on. From
 the best step, sequences are left out one by one, the smallest gain per node first. The cost model evaluates whole steps. Entries
 are not chosen for each sequence alone, since the maximum of many uncertain estimates is rarely as good as it looks.
+Plain Python: most batches are small, and numpy's code is not in the processor's caches after a pass of a model.
 
-Shape key: B sequences, M entries by depth, C candidate steps, N nodes, Z sizes of the other trees.
+Shape key: B sequences, M entries by depth.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from math import prod
+from typing import NamedTuple
 
 from engine.core.policy import StepWork
 from engine.core.tree import GrowthCosts
-from selector.acceptance import Array, Estimates
+from selector.acceptance import Estimates
 from selector.cost import KEYS, CostModel
 from selector.menu import Menu
 
-Places = NDArray[np.int64]
-
-_SPREAD = np.array([-1.28, -0.52, 0.0, 0.52, 1.28])  # equally likely numbers of standard deviations
+_Cell = tuple[float, float, float, float, int]  # of an entry: tokens, nodes, seconds without T(N) and rounds, rounds, levels
+_SPREAD = (-1.28, -0.52, 0.0, 0.52, 1.28)  # equally likely numbers of standard deviations
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class BatchLoad:
     drafts_run: bool = False
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """The place of each sequence's entry in the menu, with the expected tokens and seconds of the step."""
 
     places: tuple[int, ...]
@@ -63,42 +61,39 @@ class Step:
 
 
 class Search:
-    """Evaluates steps of one batch and finds the best. `is_allowed_BM` is None if every entry is allowed."""
+    """Evaluates steps of one batch and finds the best. `is_allowed` is [B][M], or None if every entry is allowed."""
 
     def __init__(
-        self, menu: Menu, estimates: Estimates, is_allowed_BM: NDArray[np.bool_] | None, load: BatchLoad, costs: CostModel
+        self, menu: Menu, estimates: Estimates, is_allowed: Sequence[Sequence[bool]] | None, load: BatchLoad, costs: CostModel
     ) -> None:
-        self._menu, self.estimates, self._is_allowed_BM = menu, estimates, is_allowed_BM
+        self._menu, self.estimates, self._are_unlike = menu, estimates, is_allowed is not None
+        self._is_allowed = is_allowed or [[True] * len(menu)] * len(load.context)
         self._load, self._costs, each_s = load, costs, costs.coefficients
-        self._rows_B = np.arange(len(load.context)) * len(menu)
         self._round_s = each_s["round"] + load.model_share * costs.pass_s(load.base.num_keys)
         self._fed_s = load.model_share * each_s["draft_token"]
         score_s = each_s["score"] / KEYS
-        self._node_s_B = np.array([each_s["drawn"] * draw + score_s * keys for draw, keys in zip(load.draws, load.context)])
-        fed_BM = estimates.nodes * menu.fed_share + (menu.depths > 0)  # the root too
-        self._own_s_BM = estimates.nodes * self._node_s_B[:, None] + self._fed_s * fed_BM  # without T(N) and rounds
-        tokens_s = float(costs.tokens_s(np.array(load.base.num_tokens)))
-        self._base_s = costs.step_s(load.base) - tokens_s - load.base.num_rounds * self._round_s
-        self._first_CB = self._alike((0,) * len(load.context))  # plain decoding comes first
-        self._first_tokens_C, self._first_seconds_C = self._evaluate(self._first_CB)
-        self.plain = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, 0)
+        self._node_s_B = [each_s["drawn"] * draw + score_s * keys for draw, keys in zip(load.draws, load.context, strict=True)]
+        fed_s_M = [(self._fed_s * share, self._fed_s * (depth > 0)) for share, depth in zip(menu.fed_share, menu.depths)]
+        self._cells: list[list[_Cell]] = []  # [B][M]; the root is fed too
+        for tokens, nodes, rounds, node_s in zip(*estimates, self._node_s_B, strict=True):
+            own_s = [count * (node_s + fed_s) + root_s for count, (fed_s, root_s) in zip(nodes, fed_s_M)]
+            self._cells.append([*zip(tokens, nodes, own_s, rounds, menu.depths)])
+        self._base_s = costs.step_s(load.base) - costs.tokens_s(load.base.num_tokens) - load.base.num_rounds * self._round_s
+        self.plain = self._step((0,) * len(load.context))
 
     def best(self) -> Step:
         """Return the best step found. Plain decoding is one of the candidates."""
-        first = int((self._first_tokens_C / self._first_seconds_C).argmax())
-        best = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, first)
-        if len(self._rows_B) == 1 or first == 0:
+        best = self._best_alike(self.plain)
+        if len(best.places) == 1 or best is self.plain:
             return best
-        if self._is_allowed_BM is not None:
-            best = self._best_of(self._alike(best.places))
-        return self._best_of(self._fewer(best))
+        return self._best_of_fewer(self._best_alike(best) if self._are_unlike else best)
 
-    def with_tree(self, chosen: Step, rows: Sequence[int], entries: Sequence[int]) -> list[Step]:
-        """Return the chosen step once for each of the entries, with that entry for the given sequences."""
-        places_CB = np.repeat(np.array([chosen.places]), len(entries), axis=0)
-        places_CB[:, rows] = np.array(entries, dtype=np.int64)[:, None]
-        evaluated = self._evaluate(places_CB)
-        return [self._step(places_CB, *evaluated, candidate) for candidate in range(len(entries))]
+    def with_tree(self, step: Step, rows: Iterable[int], entry: int) -> Step:
+        """Return a step with that entry for the given sequences."""
+        places = [*step.places]
+        for row in rows:
+            places[row] = entry
+        return self._step(places)
 
     def growth_costs(self, chosen: Step, num_sharing: int) -> GrowthCosts:
         """Return the cost of a further node and of a further level in a chosen step, in tokens at its rate.
@@ -107,73 +102,64 @@ class Search:
         those of the other trees. Their number varies, so the cost of each node is a mean over equally likely numbers. No node
         may be less likely than the menu's least chance.
         """
-        rate, places_B = chosen.rate, np.array(chosen.places)
-        num_nodes = float(self.estimates.nodes.take(places_B + self._rows_B).sum())
-        num_tokens, num_drafting = float(self._load.base.num_tokens), int(np.count_nonzero(places_B))
-        own_s, level_s = float(self._node_s_B.mean()), self._round_s / max(1, num_sharing) + self._fed_s
-        node_s = own_s + float(np.diff(self._costs.tokens_s(num_tokens + num_nodes + np.arange(2.0)))[0])
-        if not num_drafting:
+        rate, rises_s, num_tokens = chosen.rate, self._costs.rises_s, self._load.base.num_tokens
+        drafting = [place for place in chosen.places if place]
+        num_nodes = sum([nodes_M[place] for nodes_M, place in zip(self.estimates.nodes, chosen.places)])
+        own_s, level_s = sum(self._node_s_B) / len(self._node_s_B), self._round_s / max(1, num_sharing) + self._fed_s
+        node_s = own_s + rises_s(num_tokens + num_nodes, 1)[0]
+        if not drafting:
             return GrowthCosts(node_s * rate, level_s * rate)
-        own_nodes, num_others = num_nodes / num_drafting, num_drafting - 1
-        others_Z = np.maximum(0.0, own_nodes * (num_others + _SPREAD * num_others**0.5))
-        sizes_N = num_tokens + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
-        tokens_s_N = self._costs.tokens_s(sizes_N + others_Z[:, None]).mean(0)
-        nodes_N = np.maximum((own_s + np.diff(tokens_s_N)) * rate, self._menu.least_chance)
-        return GrowthCosts(node_s * rate, level_s * rate, tuple(never_less(nodes_N.round(9).tolist())))
+        own_nodes, num_others = num_nodes / len(drafting), len(drafting) - 1
+        sizes = dict.fromkeys(max(0.0, num_others + one * num_others**0.5) for one in _SPREAD)  # all are 0 without others
+        others = [num_tokens + own_nodes * size for size in sizes]
+        most, least = max([self._menu.num_nodes[place] for place in drafting]), self._menu.least_chance
+        rises = [sum(of_node) / len(others) for of_node in zip(*[rises_s(other, most) for other in others])]
+        cost_of = {rise: round(max(least, (own_s + rise) * rate), 9) for rise in {*rises}}  # few differ in a small batch
+        return GrowthCosts(node_s * rate, level_s * rate, tuple(never_less([cost_of[rise] for rise in rises])))
 
-    def _alike(self, kept: Sequence[int]) -> Places:
-        """Return candidates for each entry, [C, B]: all sequences that may have it do, then the best half, quarter and so on.
-
-        The best sequences have the most expected tokens. The other sequences keep their entries.
+    def _best_alike(self, start: Step) -> Step:
+        """Return the best of `start` and of candidates for each entry: all sequences that may have it do, then the best half,
+        quarter and so on, to the best one alone. The best have the most expected tokens. The others keep their entries.
         """
-        num_rows, tokens_BM, entries_M1 = len(self._rows_B), self.estimates.tokens, np.arange(len(self._menu))[:, None]
-        is_allowed_BM = np.ones_like(tokens_BM, dtype=np.bool_) if self._is_allowed_BM is None else self._is_allowed_BM
-        candidates = [np.where(is_allowed_BM.T, entries_M1, kept)]
-        if num_rows > 1:
-            rank_MB = np.where(is_allowed_BM, -tokens_BM, 0.0).argsort(0, kind="stable").argsort(0).T
-            num_allowed_M1 = np.count_nonzero(is_allowed_BM, axis=0)[:, None]
-            halves = range(1, (num_rows - 1).bit_length() + 1)  # to the best one alone
-            candidates += [np.where(rank_MB < -(-num_allowed_M1 >> half), entries_M1, kept) for half in halves]
-        return np.concatenate(candidates)
+        found, best_rate = None, start.rate
+        for entry in self._menu.drafting:
+            ranks = [-cells[entry][0] * allowed[entry] for cells, allowed in zip(self._cells, self._is_allowed)]
+            rows, count = sorted(range(len(ranks)), key=ranks.__getitem__), len(ranks) - ranks.count(0.0)
+            new, kept = [self._cells[row][entry] for row in rows], [self._cells[row][start.places[row]] for row in rows]
+            while count:
+                tokens, seconds = self._evaluated([*new[:count], *kept[count:]])
+                if tokens > best_rate * seconds:
+                    found, best_rate = (rows[:count], entry), tokens / seconds
+                count = (count + 1) // 2 if count > 1 else 0
+        return self.with_tree(start, *found) if found else start
 
-    def _fewer(self, best: Step) -> Places:
-        """Return candidates in which fewer and fewer sequences draft, the largest gain per node, [C, B]."""
-        places_B = np.array(best.places)
-        index_B = places_B + self._rows_B
-        gain_B = (self.estimates.tokens.take(index_B) - 1.0) / np.maximum(self.estimates.nodes.take(index_B), 1e-9)
-        order = np.argsort(np.where(places_B > 0, -gain_B, np.inf), kind="stable")[: np.count_nonzero(places_B)]
-        places_CB = np.zeros((len(order) + 1, len(places_B)), dtype=np.int64)
-        places_CB[:, order] = np.tri(len(order) + 1, len(order), -1, dtype=np.int64) * places_B[order]
-        return places_CB
+    def _best_of_fewer(self, start: Step) -> Step:
+        """Return the best of steps in which fewer and fewer sequences draft: the smallest gain per node is left out first."""
+        best = step = start
+        drafting = [(*self._cells[row][place][:2], -row) for row, place in enumerate(start.places) if place]
+        for _, row in sorted([((tokens - 1.0) / max(1e-9, nodes), row) for tokens, nodes, row in drafting]):
+            step = self.with_tree(step, [-row], 0)
+            best = step if step.rate > best.rate else best
+        return best
 
-    def _best_of(self, places_CB: Places) -> Step:
-        tokens_C, seconds_C = self._evaluate(places_CB)
-        return self._step(places_CB, tokens_C, seconds_C, int((tokens_C / seconds_C).argmax()))
+    def _step(self, places: Sequence[int]) -> Step:
+        return Step((*places,), *self._evaluated([cells[place] for cells, place in zip(self._cells, places)]))
 
-    @staticmethod
-    def _step(places_CB: Places, tokens_C: Array, seconds_C: Array, candidate: int) -> Step:
-        return Step((*places_CB[candidate].tolist(),), float(tokens_C[candidate]), float(seconds_C[candidate]))
+    def _evaluated(self, cells: Sequence[_Cell]) -> tuple[float, float]:
+        """Return the expected tokens and seconds of a step with an entry for each sequence.
 
-    def _evaluate(self, places_CB: Places) -> tuple[Array, Array]:
-        """Return the expected tokens and seconds of each candidate."""
-        base, index_CB = self._load.base, places_CB + self._rows_B
-        tokens_s_C = self._costs.tokens_s(base.num_tokens + self.estimates.nodes.take(index_CB).sum(1))
-        rounds_C = np.maximum(base.num_rounds, self._rounds(places_CB, self.estimates.rounds.take(index_CB)))
-        seconds_C = self._base_s + tokens_s_C + rounds_C * self._round_s + self._own_s_BM.take(index_CB).sum(1)
-        if self._load.runs_in_a_row:
-            seconds_C -= self._costs.saved_s(seconds_C) * (True if self._load.drafts_run else ~places_CB.any(1))
-        return self._load.base_tokens + self.estimates.tokens.take(index_CB).sum(1), seconds_C
-
-    def _rounds(self, places_CB: Places, rounds_CB: Array) -> Array:
-        """Return the expected rounds of each candidate: the rounds of its longest tree.
-
-        A tree either has all levels or ends after the first, with the probability that gives its own expected rounds.
+        The step has the rounds of its longest tree, at least those of requests' own trees. A tree either has all levels or ends
+        after the first, with the probability that gives its own expected rounds.
         """
-        if rounds_CB.shape[1] == 1:
-            return rounds_CB[:, 0]
-        more_C = np.maximum(self._menu.depths[places_CB].max(1) - 1.0, 0.0)
-        continues_CB = np.clip((rounds_CB - 1.0) / np.maximum(more_C, 1.0)[:, None], 0.0, 1.0)
-        return np.asarray(np.minimum(rounds_CB.max(1), 1.0) + more_C * (1.0 - (1.0 - continues_CB).prod(1)))
+        tokens, nodes, own_s, rounds, depths = zip(*cells)
+        base, more = self._load.base, max(depths) - 1.0
+        ends = prod([1.0 - (one - 1.0) / more for one in rounds if one > 1.0])
+        num_rounds = max(base.num_rounds, min(1.0, max(rounds)) + more * (1.0 - ends))
+        tokens_s = self._costs.tokens_s(base.num_tokens + sum(nodes))
+        seconds = self._base_s + tokens_s + num_rounds * self._round_s + sum(own_s)
+        if self._load.runs_in_a_row and (self._load.drafts_run or not any(depths)):
+            seconds -= self._costs.saved_s(seconds)
+        return self._load.base_tokens + sum(tokens), seconds
 
 
 def never_less(costs: list[float]) -> list[float]:

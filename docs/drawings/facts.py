@@ -41,9 +41,9 @@ def weighed() -> list[dict[str, Any]]:
             counting.observe([_outcome(record)])
     found = counting.estimate([view])
     costs = Profile.from_text((HERE / "profile.json").read_text()).costs()
-    passes_M, nodes_M = menu.depths.astype(np.float64), found.nodes[0]
-    seconds_M = step_s(costs, CONTEXT, True, nodes_M, passes_M, nodes_M * menu.fed_share)
-    weights = zip(menu.entries, found.tokens[0].tolist(), (1000 * seconds_M).tolist(), strict=True)
+    passes_M, nodes_M = np.array(menu.depths, dtype=np.float64), np.array(found.nodes[0])
+    seconds_M = step_s(costs, CONTEXT, True, nodes_M, passes_M, nodes_M * np.array(menu.fed_share))
+    weights = zip(menu.entries, found.tokens[0], (1000 * seconds_M).tolist(), strict=True)
     return [
         {"tree": str(entry), "nodes": entry.num_draft_tokens, "tokens": round(tokens, 3), "ms": round(ms, 1)}
         for entry, tokens, ms in weights

@@ -1,6 +1,6 @@
 """The observers of an engine's steps, and their view of a committed step. Free of torch."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,8 +35,13 @@ class CommittedStep(Protocol):
         ...
 
     @property
-    def feedbacks(self) -> Sequence[StepFeedback]:
-        """The costs and outcomes of the step: of each step with drafts, of the first of several that decode plainly."""
+    def has_drafted(self) -> bool:
+        """Whether a tree was to grow."""
+        ...
+
+    @property
+    def make_feedbacks(self) -> Sequence[Callable[[], StepFeedback]]:
+        """Return the costs and outcomes of the step, also after later steps: of each step with drafts, of the first plain one."""
         ...
 
     @property
@@ -80,49 +85,70 @@ class StepObserver:
 
 
 class PolicySteps(StepObserver):
-    """Has a policy choose trees and learn from steps. Between two steps of the policy, a batch decodes plainly as without one."""
+    """Has a policy choose trees and learn from steps. A choice is reused without the policy while the same sequences decode.
+
+    Plain decoding is reused as without a policy. Drafts are reused until cached text may predict the next tokens of a sequence.
+    """
 
     def __init__(self, policy: ExpansionPolicy) -> None:
         self._policy = policy
         self._choice = ExpansionChoice(())
         self._composition: Hashable = None
+        self._is_plain = False  # steps of plain decoding pass without the policy
         self._num_left = self._num_passed = 0  # steps without the policy, until and since its last step
-        self._plain: StepFeedback | None = None  # of that step, until the policy chooses again
+        self._unobserved: list[Callable[[], StepFeedback]] = []  # since that step; of plain decoding that step alone
         self.most_steps = 1  # in a row, by the latest choice
 
     def reused(self, views: BatchViews) -> ExpansionChoice | None:
         """Return the last choice if all sequences decode plainly without the policy, else None: the policy must choose."""
-        if not self._num_left or views.composition != self._composition:
+        if not (self._is_plain and self._num_left) or views.composition != self._composition:
             return None
         self.most_steps = MOST_UNOBSERVED  # the last run may pass the next look at cached text: two short ones take longer
-        self._num_left -= 1
-        self._num_passed += 1
-        return self._choice
+        return self._passed()
 
     def choose(self, views: BatchViews) -> ExpansionChoice:
-        """Return the policy's choice."""
+        """Return the policy's choice, or its last one while that is reused."""
+        if self._num_left and not (self._is_plain or views.has_news) and views.composition == self._composition:
+            self.most_steps = min(self._num_left, MOST_UNOBSERVED)
+            return self._passed()
         views.num_steps = 1 + self._num_passed
-        if self._plain is not None:
-            self._plain.num_steps = views.num_steps
-            self._policy.observe(self._plain)
-            self._plain = None
-        self._num_left = self._num_passed = 0
+        self._observe(views.num_steps if self._is_plain else 1)
+        self._is_plain, self._num_left, self._num_passed = False, 0, 0
         self._choice, self._composition = self._policy.choose(views), views.composition
         self.most_steps = min(self._choice.num_steps, MOST_UNOBSERVED) if self._composition is not None else 1
         return self._choice
 
     def after_commit(self, step: CommittedStep) -> None:
-        """Give the policy the feedback of its own step: of plain decoding before its next one, for all steps until then."""
-        num_later = step.num_steps - 1
-        if self._num_passed:
+        """Keep the feedback of a step until the policy chooses, or give it to the policy now if its next step needs it.
+
+        The feedback of plain decoding is that of the first step, for all steps until the policy's next one.
+        """
+        num_later, choice = step.num_steps - 1, self._choice
+        if self._is_plain:
             self._num_passed += num_later
             self._num_left = max(0, self._num_left - num_later)
             return
-        feedbacks, choice, self._num_passed = step.feedbacks, self._choice, num_later
-        if choice.reason is Reason.PLAIN_IS_BEST and self._composition is not None and not feedbacks[0].has_drafted:
-            self._num_left = min(choice.num_steps, MOST_UNOBSERVED) - step.num_steps
-        if self._num_left:
-            self._plain = feedbacks[0]
-            return
-        for feedback in feedbacks:
+        if not self._num_passed and self._composition is not None:
+            if choice.reason is Reason.SPECULATION_PAYS:
+                self._num_left = choice.num_steps - step.num_steps
+            elif choice.reason is Reason.PLAIN_IS_BEST and not step.has_drafted:
+                self._is_plain, self._num_left = True, min(choice.num_steps, MOST_UNOBSERVED) - step.num_steps
+        else:
+            self._num_left = max(0, self._num_left - num_later)
+        self._num_passed += num_later
+        self._unobserved += step.make_feedbacks
+        if not self._num_left:
+            self._observe(1 if step.has_drafted else step.num_steps)
+
+    def _passed(self) -> ExpansionChoice:
+        self._num_left -= 1
+        self._num_passed += 1
+        return self._choice
+
+    def _observe(self, num_steps: int) -> None:
+        """Give the policy the feedback that is kept, each for a number of steps."""
+        unobserved, self._unobserved = self._unobserved, []
+        for make_feedback in unobserved:
+            feedback = make_feedback()
+            feedback.num_steps = num_steps
             self._policy.observe(feedback)

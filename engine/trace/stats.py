@@ -1,7 +1,8 @@
 """Statistics of a step, and the feedback that a policy learns from."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 from jaxtyping import Float
@@ -117,7 +118,7 @@ class StepRecord(msgspec.Struct, frozen=True):
 
 
 class CommittedRecord(msgspec.Struct, frozen=True):
-    """A step's record with its tensors, for the time of the step. The feedback does not keep the tensors."""
+    """A step's record with its tensors, for the time of the step. `make_feedbacks` do not keep the tensors."""
 
     record: StepRecord
     forest: Forest
@@ -129,9 +130,14 @@ class CommittedRecord(msgspec.Struct, frozen=True):
         return self.record.num_steps
 
     @property
-    def feedbacks(self) -> list[StepFeedback]:
-        """The costs and outcomes of the step: of each step with drafts, of the first of several that decode plainly."""
-        return [feedback_of(one) for one in self.record.parts or (self.record,)]
+    def has_drafted(self) -> bool:
+        """Whether a tree was to grow."""
+        return self.record.num_draft_rounds > 0
+
+    @property
+    def make_feedbacks(self) -> list[Callable[[], StepFeedback]]:
+        """Return the costs and outcomes of the step, also after later steps: of each step with drafts, of the first plain one."""
+        return [partial(feedback_of, one) for one in self.record.parts or (self.record,)]
 
     @property
     def endings(self) -> dict[str, Ending]:

@@ -63,7 +63,7 @@ def increments_of(menu: Menu) -> NDArray[np.float32]:
     """
     if not all(entry.is_delayed for entry in menu.entries):
         raise ValueError("the network knows delayed trees only: chains, and trunks with branches")
-    levels = [("level", level, 0, 0) for level in range(1, int(menu.depths.max()) + 1)]
+    levels = [("level", level, 0, 0) for level in range(1, menu.deepest + 1)]
     forked = [entry for entry in menu.entries if entry.branches > 1]
     cells = sorted({("fork", one.trunk, rank, one.depth) for one in forked for rank in range(2, one.branches + 1)})
     has_MP = np.zeros((len(menu), len(levels) + len(cells)), dtype=np.float32)

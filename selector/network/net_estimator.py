@@ -70,15 +70,16 @@ class NetEstimator:
             return self._counting.estimate(views, menu)
         if menu not in self._places:
             self._places[menu] = np.array([self._both.index[entry] for entry in menu.entries])
-        counted, places = self._counting.estimate(views), self._places[menu]
+        counted_3BM, places = np.array(self._counting.estimate(views)), self._places[menu]
         rows = [row for row, view in enumerate(views) if self._covers(rule_of(view), menu)][:_MOST_READ]
         facts = self._roots.facts([views[row].request_id for row in rows])
-        tokens_BM = self._with_network(views, rows, facts, counted.tokens) if facts.is_known_B.any() else counted.tokens
-        return Estimates(tokens_BM[:, places], counted.nodes[:, places], counted.rounds[:, places])
+        if facts.is_known_B.any():
+            counted_3BM[0] = self._with_network(views, rows, facts, counted_3BM[0])
+        return Estimates(*counted_3BM[..., places].tolist())
 
     def _covers(self, rule: str, menu: Menu) -> bool:
         """Return whether the network was trained for a rule's trees. There is none for noise-aware trees (deterministic rows)."""
-        return rule in self._rules and not (rule in _DETERMINISTIC and menu.least_chances.any())
+        return rule in self._rules and not (rule in _DETERMINISTIC and any(menu.least_chances))
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Count the outcomes."""

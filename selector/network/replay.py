@@ -19,7 +19,7 @@ Places = NDArray[np.int64]
 
 def seconds_of(examples: Examples, costs: CostModel) -> Array:
     """Return the predicted seconds of a step of one sequence with each tree, [R, M]. Only the root is new to the drafter."""
-    depths_M, fed_share_M = examples.menu.depths.astype(np.float64), examples.menu.fed_share
+    depths_M, fed_share_M = np.array(examples.menu.depths, dtype=np.float64), np.array(examples.menu.fed_share)
     rows = zip(
         examples.context_R.tolist(), (examples.temperature_R > 0.0).tolist(), examples.nodes_RM.astype(np.float64), strict=True
     )

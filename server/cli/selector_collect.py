@@ -192,7 +192,7 @@ class Collector:
         inexact = [name for name in self.rules if not is_exact(branching.kind, name)]
         if inexact:
             raise ValueError(f"{', '.join(inexact)} is not lossless on {branching.tree} trees")
-        self._full_tree = replace(branching, trunk=0, depth=max(1, int(self._menu.depths.max())))
+        self._full_tree = replace(branching, trunk=0, depth=max(1, self._menu.deepest))
         self._verifiers: dict[str, Verifier] = {name: create_verifier(name) for name in self.rules}
         self._counting = {name: CountedAcceptance(self._menu) for name in ("greedy", *self.rules)}
         self._seeds = count(seed << 32)
@@ -238,9 +238,9 @@ class Collector:
         verifier = rule if rule in self._verifiers else "traversal"
         view = _view(name, point, num_prompt, sampling, verifier, self._design.max_tokens)
         counting = self._counting[rule]
-        counted = counting.estimate([view])
+        counted_BM = np.array(counting.estimate([view]).tokens)
         chain = TreeSpec(self._menu.entries[1], verifier, next(self._seeds))
-        features = features_of([view], self._counterfactual.facts(point, chain, sampling), counted.tokens, self._menu)
+        features = features_of([view], self._counterfactual.facts(point, chain, sampling), counted_BM, self._menu)
         num_trees = 1 if sampling.is_greedy else self._design.num_trees
         plantings = [TreeSpec(self._full_tree, verifier, next(self._seeds)) for _ in range(num_trees)]
         whole = self._counterfactual.nested(point, self._menu.entries, plantings, sampling)
@@ -268,7 +268,7 @@ class Collector:
 
         entries = self._menu.entries
         chain = max(place for place, entry in enumerate(entries) if entry.branches == 1)
-        widest = int(self._menu.num_nodes.argmax())
+        widest = self._menu.num_nodes.index(self._menu.most_nodes)
         for index in range(self._design.num_trees):
             tree, place = index % len(brought), widest if index % 2 else chain
             grown = whole.truncations[tree][place].tree

@@ -57,7 +57,7 @@ def examples(num_prompts: int = 30, roots: int = 8, seed: int = 0, menu: Menu = 
         acceptance = rng.choice([0.15, 0.5, 0.9], roots)
         counting = CountedAcceptance(menu)
         views = [view(f"{prompt}-{root}", temperature) for root in range(roots)]
-        counted = counting.estimate(views).tokens
+        counted = np.array(counting.estimate(views).tokens)
         features = features_of(views, facts_of(list(acceptance), seed + prompt), counted, menu)
         tokens = [[Text(flat(float(one))).expected_tokens(entry) for entry in menu.entries] for one in acceptance]
         parts.append(
@@ -71,7 +71,7 @@ def examples(num_prompts: int = 30, roots: int = 8, seed: int = 0, menu: Menu = 
                 features.scalars_BS,
                 features.counted_BM,
                 np.array(tokens, dtype=np.float32),
-                np.tile(menu.num_nodes.astype(np.float32), (roots, 1)),
+                np.tile(np.array(menu.num_nodes, dtype=np.float32), (roots, 1)),
                 np.full(roots, temperature, dtype=np.float32),
                 np.full(roots, 200.0, dtype=np.float32),
             )

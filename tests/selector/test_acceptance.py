@@ -32,7 +32,7 @@ def taught(expansions: list[Expansion], chances: Chances, num_steps: int = 400, 
 
 
 def expected(estimator: CountedAcceptance, text: Text, expansion: Expansion, name: str = "r", menu: Menu = MENU) -> float:
-    return float(estimator.estimate([text.view(name)]).tokens[0, menu.index[expansion]])
+    return estimator.estimate([text.view(name)]).tokens[0][menu.index[expansion]]
 
 
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.95])
@@ -63,15 +63,15 @@ def test_missing_drafts_are_predicted():
     estimator, text = taught([Expansion(4, 1, 0)], flat(0.9), offers=0.25)
     estimates = estimator.estimate([text.view("r")])
     place = MENU.index[Expansion(4, 1, 0)]
-    assert estimates.nodes[0, place] == pytest.approx(1.0, rel=0.3)
-    assert estimates.rounds[0, place] < 2.0
-    assert estimates.tokens[0, place] == pytest.approx(text.expected_tokens(Expansion(4, 1, 0)), rel=0.2)
+    assert estimates.nodes[0][place] == pytest.approx(1.0, rel=0.3)
+    assert estimates.rounds[0][place] < 2.0
+    assert estimates.tokens[0][place] == pytest.approx(text.expected_tokens(Expansion(4, 1, 0)), rel=0.2)
 
 
 def test_plain_decoding_brings_one_token():
     estimates = CountedAcceptance(MENU).estimate([Text(flat(0.5)).view("r")])
-    assert (estimates.tokens[0, 0], estimates.nodes[0, 0], estimates.rounds[0, 0]) == (1.0, 0.0, 0.0)
-    assert (estimates.tokens[0, 1:] > 1.0).all()
+    assert (estimates.tokens[0][0], estimates.nodes[0][0], estimates.rounds[0][0]) == (1.0, 0.0, 0.0)
+    assert min(estimates.tokens[0][1:]) > 1.0
 
 
 def test_new_sequence_begins_as_its_kind():
@@ -81,7 +81,7 @@ def test_new_sequence_begins_as_its_kind():
     assert expected(estimator, unlike, Expansion(4, 1, 0), "other") < 2.5
     views = [text.view("r"), alike.view("new"), unlike.view("other")]
     rows = estimator.estimate(views).tokens
-    assert rows.shape == (3, len(MENU))
+    assert np.shape(rows) == (3, len(MENU))
     assert np.array_equal(rows, np.concatenate([estimator.estimate([view]).tokens for view in views]))
 
 
@@ -105,8 +105,7 @@ def test_part_of_menu_has_whole_numbers(has_delayed):
     for expansion in tried:
         views = [text.view("r"), Text(flat(0.7), temperature=0.0).view("other")]
         whole, some = estimator.estimate(views), estimator.estimate(views, part)
-        for name in ("tokens", "nodes", "rounds"):
-            assert getattr(some, name) == pytest.approx(getattr(whole, name)[:, places]), (expansion, name)
+        assert np.array(some) == pytest.approx(np.array(whole)[..., places]), expansion
         nodes, drafted, accepted = text.draft(expansion, chance)
         estimator.observe([DraftOutcome("r", expansion, nodes, drafted, accepted)])
         text.num_generated += accepted + 1
@@ -153,8 +152,9 @@ def test_own_shaped_trees_follow_from_one_size(chance):
         estimator.estimate([view])
         estimator.observe([DraftOutcome("r", tried, 8, tried.max_depth, path_of_best_tree(tried, chance, seed))])
     tokens = estimator.estimate([view]).tokens[0]
-    for depth in set(menu.depths.tolist()):
-        assert (np.diff(tokens[menu.depths == depth]) >= -0.1).all(), "hardly less with more nodes"
+    for depth in set(menu.depths):
+        of_depth = [one for one, level in zip(tokens, menu.depths, strict=True) if level == depth]
+        assert (np.diff(of_depth) >= -0.1).all(), "hardly less with more nodes"
     for place, entry in enumerate(menu.entries[1:], start=1):
         assert tokens[place] == pytest.approx(best_tokens(entry, chance), rel=0.25), entry
 
@@ -167,7 +167,7 @@ def test_own_shaped_trees_take_rounds_as_before(drafted_depth, passes):
     for _ in range(600):
         estimator.estimate([view])
         estimator.observe([DraftOutcome("r", largest, 16, drafted_depth, 2)])
-    assert estimator.estimate([view]).rounds[0, menu.index[largest]] == pytest.approx(passes, rel=0.1)
+    assert estimator.estimate([view]).rounds[0][menu.index[largest]] == pytest.approx(passes, rel=0.1)
 
 
 def tokens_after_trimming(menu: Menu, size: int) -> float:
@@ -178,14 +178,14 @@ def tokens_after_trimming(menu: Menu, size: int) -> float:
     for _ in range(200):
         estimator.estimate([view])
         estimator.observe([DraftOutcome("r", trimmed, size, trimmed.max_depth, trimmed.max_depth)])
-    return float(estimator.estimate([view]).tokens[0, -1])
+    return estimator.estimate([view]).tokens[0][-1]
 
 
 @pytest.mark.parametrize("size", [5, 11, 200])
 def test_trees_cut_for_room_teach_too(size):
     largest = Expansion(0, 3, 6, "heap", 64)
     menu = menu_of(largest, "traversal", largest)
-    unknown = float(CountedAcceptance(menu).estimate([Text(flat(0.0)).view("r")]).tokens[0, -1])
+    unknown = CountedAcceptance(menu).estimate([Text(flat(0.0)).view("r")]).tokens[0][-1]
     assert tokens_after_trimming(menu, size) > 1.3 * unknown
 
 
@@ -212,7 +212,7 @@ def test_often_empty_trees_bring_less():
     for step in range(800):
         estimator.estimate([view])
         estimator.observe([DraftOutcome("r", wished, step % 2, 1, int(step % 2 and step % 10 != 1))])
-    assert estimator.estimate([view]).tokens[0, menu.index[wished]] == pytest.approx(1.4, abs=0.15)
+    assert estimator.estimate([view]).tokens[0][menu.index[wished]] == pytest.approx(1.4, abs=0.15)
 
 
 def test_new_sequences_know_a_useless_drafter():
@@ -221,9 +221,9 @@ def test_new_sequences_know_a_useless_drafter():
     menu = menu_of(largest, "coupled", largest)
     estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
     for _ in range(150):
-        best = menu.entries[int(estimator.estimate([view]).tokens.argmax())]
+        best = menu.entries[int(np.argmax(estimator.estimate([view]).tokens))]
         estimator.observe([DraftOutcome("r", best, best.max_nodes, best.max_depth, 0)])
-    assert estimator.estimate([Text(flat(0.0)).view("another")]).tokens.max() < 1.5
+    assert max(estimator.estimate([Text(flat(0.0)).view("another")]).tokens[0]) < 1.5
 
 
 def tokens_of_deep_trees(paths: list[int]) -> list[float]:
@@ -233,7 +233,7 @@ def tokens_of_deep_trees(paths: list[int]) -> list[float]:
     estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
     estimates = []
     for path in paths:
-        estimates.append(float(estimator.estimate([view]).tokens[0, menu.index[deep]]))
+        estimates.append(estimator.estimate([view]).tokens[0][menu.index[deep]])
         estimator.observe([DraftOutcome("r", shallow, 6, 2, path)])
     return estimates
 
@@ -256,7 +256,7 @@ def estimate_after(estimator: CountedAcceptance, name: str, paths: list[int]) ->
     for path in paths:
         estimator.estimate([view])
         estimator.observe([DraftOutcome(name, FOUR_DEEP, 8, 4, path)])
-    return float(estimator.estimate([view]).tokens[0, OF_FOUR_DEEP.index[FOUR_DEEP]])
+    return estimator.estimate([view]).tokens[0][OF_FOUR_DEEP.index[FOUR_DEEP]]
 
 
 @pytest.mark.parametrize(("usual", "other"), [(0, 4), (4, 0)])
@@ -279,6 +279,26 @@ def nodes_with(chances: tuple[float, ...], least: float) -> NodeChances:
     return NodeChances(chances, tuple(range(1, len(chances) + 1)), (), least)
 
 
+def test_noise_aware_trees_teach_other_menus_nothing():
+    """A request sets a noise-aware tree itself where the menu has none with a threshold."""
+    estimator, view = CountedAcceptance(MENU), Text(flat(0.5)).view("r")
+    before = estimator.estimate([view])
+    estimator.observe([DraftOutcome("r", Expansion(0, 4, 8, "noise_aware", 8), 2, 2, 0, nodes_with((0.9, 0.8), 0.1))])
+    assert estimator.estimate([view]) == before
+
+
+@pytest.mark.parametrize("num_together", [1, 12])
+def test_trees_observed_together_count_alike(num_together):
+    """Trees of one node of .9 until the last twelve, then of two: 12 of 25 effective trees, or a little less one by one."""
+    menu = menu_of(Expansion(0, 4, 8, "noise_aware", 32), "coupled")
+    estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5, temperature=0.0).view("r")
+    outcomes = [DraftOutcome("r", menu.entries[-1], 1, 2, 0, nodes_with((0.9,) * count, 0.03)) for count in [1] * 120 + [2] * 12]
+    for first in range(0, len(outcomes), num_together):
+        estimator.estimate([view])
+        estimator.observe(outcomes[first : first + num_together])
+    assert estimator.estimate([view]).nodes[0][1] == pytest.approx(1.4, abs=0.08)
+
+
 def test_tree_has_no_evidence_below_its_bound():
     menu = menu_of(Expansion(0, 4, 8, "noise_aware", 32), "coupled")
     estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5, temperature=0.0).view("r")
@@ -289,6 +309,6 @@ def test_tree_has_no_evidence_below_its_bound():
         estimator.observe([outcome])
     after = estimator.estimate([view])
     at = [round(one, 2) for one in menu.least_chances].index(0.6)
-    assert after.nodes[0, at] == pytest.approx(2.0, rel=0.1)
-    assert after.nodes[0, -1] > after.nodes[0, at] + 1.0, "unlikelier nodes are still expected as before"
-    assert before.nodes[0, at] != pytest.approx(2.0, rel=0.1)
+    assert after.nodes[0][at] == pytest.approx(2.0, rel=0.1)
+    assert after.nodes[0][-1] > after.nodes[0][at] + 1.0, "unlikelier nodes are still expected as before"
+    assert before.nodes[0][at] != pytest.approx(2.0, rel=0.1)

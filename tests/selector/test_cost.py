@@ -3,10 +3,11 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.core.policy import StepWork
@@ -142,8 +143,38 @@ def test_tokens_curve_is_coefficients_times_features(first, second):
     costs = taught(CostModel())
     ones = [work(tokens, num_keys=0) for tokens in (first, second)]
     drawn = costs.coefficients["drawn"] * (second - first)
-    rise = float(np.diff(costs.tokens_s(np.array([first, second])))[0])
+    rise = costs.tokens_s(second) - costs.tokens_s(first)
     assert rise + drawn == pytest.approx(predicted(costs, ones[1]) - predicted(costs, ones[0]), abs=1e-9)
+
+
+@cache
+def known_costs() -> CostModel:
+    return taught(CostModel())
+
+
+def check_rises(costs: CostModel, num_tokens: float, count: int) -> None:
+    """Each rise of T(N) is that from one number to the next, also between whole numbers and beyond the last bend."""
+    rises = costs.rises_s(num_tokens, count)
+    assert len(rises) == count
+    for index, rise in enumerate(rises):
+        assert rise == pytest.approx(costs.tokens_s(num_tokens + index + 1) - costs.tokens_s(num_tokens + index), abs=1e-9)
+
+
+@given(st.floats(1.0, 700.0), st.integers(0, 70))
+@example(1.0, 64)
+@example(500.5, 70)
+def test_rises_are_differences_of_the_curve(num_tokens, count):
+    check_rises(known_costs(), num_tokens, count)
+
+
+class RoundsDown(CostModel):
+    def rises_s(self, num_tokens, count):
+        return super().rises_s(int(num_tokens), count)
+
+
+def test_rises_from_whole_numbers_are_detected():
+    with pytest.raises(AssertionError):
+        check_rises(taught(RoundsDown()), 15.5, 2)
 
 
 def test_coefficients_are_found_again():
@@ -166,7 +197,7 @@ def test_shared_calls_are_learnt():
             costs.observe(work(1)._replace(num_calls=1.0 / num_steps), 0.0, 0.008 + 0.002 / num_steps)
     costs.longest_run_s = 0.04
     assert costs.step_s(work(1)) == pytest.approx(0.010, rel=0.02)
-    assert costs.saved_s(np.array(0.010)) == pytest.approx(0.0015, rel=0.2)
+    assert costs.saved_s(0.010) == pytest.approx(0.0015, rel=0.2)
 
 
 @pytest.mark.parametrize("rest", [[1.0], [0.0] * cost.NUM_REST, [math.nan] * cost.NUM_REST])

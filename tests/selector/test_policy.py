@@ -101,7 +101,7 @@ class ForgetsItsCosts(AdaptiveExpansion):
     """Probes whenever anything could be learnt, whatever it costs."""
 
     def _probe(self, batch, search, best):
-        return search.with_tree(best, [0], self._menu.drafting)[0], 1
+        return search.with_tree(best, [0], self._menu.drafting[0]), 1
 
 
 class DeafToOutcomes(AdaptiveExpansion):
@@ -360,8 +360,8 @@ def test_predicted_seconds_match_actual_seconds(name):
 class CountsEveryPass(AdaptiveExpansion):
     """Takes each round to run the model."""
 
-    def _learn_from(self, feedback, corrects_costs):
-        super()._learn_from(feedback, corrects_costs)
+    def _learn(self):
+        super()._learn()
         self._num_passes = self._num_rounds
 
 
@@ -394,8 +394,8 @@ class Nonsense(CountedAcceptance):
 
     def estimate(self, views, menu: Menu | None = None):
         good = super().estimate(views, menu)
-        tokens = good.tokens.copy()
-        tokens[0, 1] = self.value
+        tokens = [[*row] for row in good.tokens]
+        tokens[0][1] = self.value
         return Estimates(tokens, good.nodes, good.rounds)
 
 

@@ -44,24 +44,23 @@ def search(
     chains = [[1.0 + sum(a**level for level in range(1, one.max_depth + 1)) for one in MENU.entries] for a in chances]
     forked = np.array([one.branches for one in MENU.entries]) - 1
     tokens = np.array(chains) + 0.2 * forked * np.array(chances)[:, None]
-    nodes, rounds = (np.tile(each.astype(float), (len(chances), 1)) for each in (MENU.num_nodes, MENU.depths))
-    is_allowed = None if allowed is None else np.array(allowed)
-    return kind(MENU, Estimates(tokens, nodes, rounds), is_allowed, load or load_of(len(chances)), model)
+    nodes, rounds = ([[float(one) for one in each]] * len(chances) for each in (MENU.num_nodes, MENU.depths))
+    return kind(MENU, Estimates(tokens.tolist(), nodes, rounds), allowed, load or load_of(len(chances)), model)
 
 
 def search_by_chance(chances: list[list[float]], model: CostModel, kind: type[Search] = Search) -> Search:
     """Return a search for rows that have nodes of these chances, all on one level."""
     least = BY_CHANCE.least_chances[1:]
     admitted = [[[chance for chance in row if chance >= bound] for bound in least] for row in chances]
-    tokens = np.array([[1.0, *(1.0 + sum(one) for one in row)] for row in admitted])
-    nodes = np.array([[0.0, *(float(len(one)) for one in row)] for row in admitted])
-    rounds = np.tile(np.minimum(BY_CHANCE.depths, 1).astype(float), (len(chances), 1))
+    tokens = [[1.0, *(1.0 + sum(one) for one in row)] for row in admitted]
+    nodes = [[0.0, *(float(len(one)) for one in row)] for row in admitted]
+    rounds = [[float(min(depth, 1)) for depth in BY_CHANCE.depths]] * len(chances)
     return kind(BY_CHANCE, Estimates(tokens, nodes, rounds), None, load_of(len(chances)), model)
 
 
 def step_of(one: Search, places: Sequence[int]) -> Step:
     """Return the step with these entries."""
-    return one._best_of(np.array([places], dtype=np.int64))
+    return one._step(places)
 
 
 def best_of_all(one: Search, num_rows: int, menu: Menu = MENU) -> float:
@@ -96,11 +95,12 @@ def test_one_threshold_is_near_the_optimum(chances, knees, pass_s):
 class AllOrNone(Search):
     """Tries each entry for all sequences and for no fewer."""
 
-    def _alike(self, kept):
-        return np.repeat(np.arange(len(self._menu))[:, None], len(self._rows_B), axis=1)
+    def _best_alike(self, start):
+        steps = [self._step((entry,) * len(start.places)) for entry in range(len(self._menu))]
+        return max(start, *steps, key=lambda one: one.rate)
 
-    def _fewer(self, best):
-        return np.array([best.places])
+    def _best_of_fewer(self, start):
+        return start
 
 
 def test_equal_rows_share_the_room():
@@ -164,7 +164,7 @@ def test_plain_decoding_is_the_first_entry():
 @pytest.mark.parametrize("cost", [1e-4, 0.05, 0.5])
 def test_dearer_tokens_never_buy_more(cost):
     searches = [search([0.6, 0.8], costs((each,), 0.01)) for each in (cost, 2 * cost)]
-    spent = [MENU.num_nodes[[*one.best().places]].sum() for one in searches]
+    spent = [sum(MENU.num_nodes[place] for place in one.best().places) for one in searches]
     assert spent[0] >= spent[1]
 
 
@@ -179,7 +179,7 @@ def test_tokens_of_others_make_time_expensive():
 def test_probed_step_differs_in_its_rows():
     one = search([0.5, 0.6, 0.7], costs((0.1,), 0.1))
     chosen = step_of(one, (1, 0, 3))
-    tried = one.with_tree(chosen, [1], [2, 5])
+    tried = [one.with_tree(chosen, [1], entry) for entry in (2, 5)]
     assert [step.places for step in tried] == [(1, 2, 3), (1, 5, 3)]
     assert tried == [step_of(one, step.places) for step in tried]
 
@@ -208,7 +208,7 @@ def test_nodes_cost_more_beyond_the_bend():
     one = search_by_chance([[0.95]], bending)
     alone = step_of(one, (1,))
     node_costs = one.growth_costs(alone, 1).nodes
-    rises = np.diff([float(bending.tokens_s(np.array(1.0 + count))) for count in range(len(node_costs) + 1)]) * alone.rate
+    rises = np.diff([bending.tokens_s(1.0 + count) for count in range(len(node_costs) + 1)]) * alone.rate
     assert list(node_costs) == sorted(node_costs)
     assert sum(node_costs) == pytest.approx(sum(rises), rel=0.01)
     assert node_costs[-1] == pytest.approx(0.6 * alone.rate, rel=1e-3)
@@ -236,7 +236,7 @@ def test_hidden_room_is_shared_by_trees():
 
 
 def test_unspread_crowds_are_detected(monkeypatch):
-    monkeypatch.setattr(searching, "_SPREAD", np.zeros(1))
+    monkeypatch.setattr(searching, "_SPREAD", (0.0,))
     with pytest.raises(AssertionError):
         check_crowd()
 
@@ -271,13 +271,13 @@ def test_rows_without_likely_nodes_stay_plain():
 class OldestFirst(Search):
     """Has the first sequences draft where not all do."""
 
-    def _alike(self, kept):
-        num_rows = len(self._rows_B)
-        first_BMB = np.tri(num_rows, dtype=np.int64)[:, None] * np.arange(len(self._menu))[:, None]
-        return first_BMB.reshape(-1, num_rows)
+    def _best_alike(self, start):
+        counts = range(1, 1 + len(start.places))
+        steps = [self.with_tree(start, range(count), entry) for count in counts for entry in self._menu.drafting]
+        return max(start, *steps, key=lambda one: one.rate)
 
-    def _fewer(self, best):
-        return np.array([best.places])
+    def _best_of_fewer(self, start):
+        return start
 
 
 @pytest.mark.parametrize(("kind", "is_right"), [(Search, True), (OldestFirst, False)])
@@ -293,8 +293,13 @@ def test_step_grows_until_its_longest_tree():
     goes_on = np.array([0.3, 0.6, 0.1])
     depth = int(BY_CHANCE.depths[place])
     lengths = np.where(rng.uniform(size=(20000, 3)) < goes_on, depth, 1)
-    one = search_by_chance([[0.5]] * 3, costs((0.1,), 0.1))
-    rounds = one._rounds(np.array([[place] * 3]), 1.0 + goes_on[None] * (depth - 1))
-    assert rounds[0] == pytest.approx(lengths.max(1).mean(), rel=0.02)
+    each = [1.0 + chance * (depth - 1) for chance in goes_on.tolist()]
+    alone, together = (seconds_of_rounds(place, rounds) for rounds in ([0.0] * 3, each))
+    assert together - alone == pytest.approx(0.5 * lengths.max(1).mean(), rel=0.02)
     assert lengths.max(1).mean() > 1.1 * lengths.mean(0).max(), "the longest expectation falls short"
-    assert one._rounds(np.array([[0, 0, 0]]), np.zeros((1, 3)))[0] == 0.0
+
+
+def seconds_of_rounds(place: int, rounds: list[float]) -> float:
+    """Return the seconds of a step of rows with this entry that takes each so many rounds, half a second each."""
+    estimates = Estimates(*([[value] * len(BY_CHANCE) for value in of] for of in ([1.0] * 3, [0.0] * 3, rounds)))
+    return Search(BY_CHANCE, estimates, None, load_of(3), costs((0.1,), 0.5))._step((place,) * 3).seconds

@@ -75,7 +75,7 @@ def test_examples_are_of_every_rule_and_prompt(work):
     assert "--verifiers coupled" in str(notes["command"])
     assert (examples.tokens_RM[:, 0] == 1.0).all()
     assert (examples.tokens_RM >= 1.0 - 1e-6).all()
-    assert (examples.tokens_RM <= examples.menu.depths + 1 + 1e-6).all()
+    assert (examples.tokens_RM <= [depth + 1 + 1e-6 for depth in examples.menu.depths]).all()
     assert examples.tokens_RM.max() > 2.0
     assert (examples.nodes_RM <= examples.menu.num_nodes).all()
     drawn = [row for row, rule in enumerate(examples.rules) if rule == "traversal"]

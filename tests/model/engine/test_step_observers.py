@@ -41,7 +41,7 @@ class Recorder(StepObserver):
         self.calls.append("pass")
 
     def after_commit(self, step):
-        assert len(step.logits_NV) >= sum(one.num_nodes + 1 for one in step.feedbacks[0].outcomes)
+        assert len(step.logits_NV) >= sum(one.num_nodes + 1 for one in step.make_feedbacks[0]().outcomes)
         self.calls.append("commit")
 
     def after_step(self, stats, rows):

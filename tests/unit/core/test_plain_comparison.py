@@ -24,10 +24,12 @@ class Chooses:
         pass
 
 
-def chosen(reason, num_steps):
+def chosen(reason, num_choices, num_steps=1):
+    """Return the choices of steps that are `num_steps` apart."""
     policy = PlainComparison(Chooses(reason))
     views = BatchViews(lambda: [], 2, 1)
-    return [policy.choose(views) for _ in range(num_steps)]
+    views.num_steps = num_steps
+    return [policy.choose(views) for _ in range(num_choices)]
 
 
 @pytest.mark.parametrize("reason", [Reason.SPECULATION_PAYS, Reason.COPIED_TEXT])
@@ -38,6 +40,11 @@ def test_one_drafting_step_of_many_is_plain(reason):
     assert {choices[step].reason for step in plain} == {Reason.COMPARISON}
     assert {choices[step].step_s for step in plain} == {None}
     assert {choices[step].num_steps for step in plain} == {MOST_UNOBSERVED}, "single steps would be slower than plain decoding"
+
+
+def test_steps_between_two_choices_count():
+    choices = chosen(Reason.SPECULATION_PAYS, COMPARED_EVERY // 4, num_steps=12)
+    assert [one.reason for one in choices].count(Reason.COMPARISON) == 3
 
 
 @pytest.mark.parametrize("reason", [Reason.PROBE, Reason.PLAIN_IS_BEST, Reason.FALLBACK, Reason.FIXED])
