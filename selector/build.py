@@ -43,5 +43,5 @@ def profiled_costs(bench: Bench, is_hurried: bool = False) -> CostModel:
     except Exception:
         _logger.exception("this machine cannot be profiled: the policy begins with generic costs and learns from each step")
         costs = CostModel()
-    costs.longest_run_s, costs.drafts_run = bench.longest_run_s, bench.drafts_run
+    costs.longest_runs_s = bench.longest_runs_s
     return costs

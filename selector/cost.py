@@ -59,10 +59,10 @@ def draft_features(work: StepWork) -> list[float]:
 class CostModel:
     """Predicts a step's seconds and learns from measured steps. `coefficients` are seconds per unit, by name.
 
-    Steps run in a row for `longest_run_s`, and singly if it is 0. Steps with drafts do so only if `drafts_run`.
+    Steps of plain decoding, and steps with drafts, run in a row for `longest_runs_s`, and singly if it is 0.
     """
 
-    longest_run_s, drafts_run = 0.0, False
+    longest_runs_s = 0.0, 0.0
 
     def __init__(self, rest: Sequence[float] | None = None, draft: Sequence[float] | None = None) -> None:
         self._has_scale = rest is not None
@@ -90,9 +90,10 @@ class CostModel:
         """Return the predicted seconds of a step; its numbers may be expectations."""
         return float(sum(map(mul, self.coefficients.values(), (*rest_features(work), *draft_features(work)))))
 
-    def saved_s(self, step_s: float) -> float:
+    def saved_s(self, step_s: float, has_drafts: bool = False) -> float:
         """Return the part of a step's seconds that it saves by sharing its call with others like it."""
-        return self.coefficients["call"] * (1.0 - 1.0 / max(1.0, min(MOST_UNOBSERVED, self.longest_run_s // step_s)))
+        num_steps = max(1.0, min(MOST_UNOBSERVED, self.longest_runs_s[has_drafts] // step_s))
+        return self.coefficients["call"] * (1.0 - 1.0 / num_steps)
 
     def pass_s(self, num_keys: float) -> float:
         """Return the predicted seconds of a pass of the draft model, without the tokens fed to it."""

@@ -14,8 +14,7 @@ class GuardedPolicy:
 
     def __init__(self, policy: ExpansionPolicy, fallback: Expansion) -> None:
         self.name = policy.name
-        self._policy, self._fallback = policy, fallback
-        self._has_failed = False
+        self._policy, self._fallback, self._has_failed = policy, fallback, False
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the policy's choice, or the fixed expansion."""
@@ -34,6 +33,5 @@ class GuardedPolicy:
 
     def _level(self) -> int:
         """Return the log level: an error for the first failure, debugging for later failures."""
-        level = logging.DEBUG if self._has_failed else logging.ERROR
-        self._has_failed = True
+        level, self._has_failed = logging.DEBUG if self._has_failed else logging.ERROR, True
         return level

@@ -195,7 +195,7 @@ class AdaptiveExpansion:
             draws=[draws[index] for index in free],
             model_share=share,
             runs_in_a_row=not (trees or any(view.needs_host for view in views)),
-            drafts_run=self._costs.drafts_run and all(one.sampling.is_greedy or one.verifier == "coupled" for one in chosen_for),
+            drafts_run=all(one.sampling.is_greedy or one.verifier == "coupled" for one in chosen_for),
         )
         return _PolicyBatch(free, chosen_for, *self._menu.allowed_for(chosen_for), load)
 

@@ -57,9 +57,7 @@ class Probes:
         return loss_s <= self._saved_s
 
     def due(self, views: Sequence[SequenceView], is_plain: Sequence[bool]) -> tuple[list[int], int]:
-        """Return the rows that are due, the most overdue first, and the tokens until the next row is due. Either all of them are
-        plain or all draft, like the first.
-        """
+        """Return the rows that are due, most overdue first: all plain, or all drafting. And the tokens until the next one is."""
         found: list[tuple[int, int]] = []
         waits: dict[str, _Wait] = {}
         next_due = _LONGEST

@@ -46,13 +46,8 @@ class Bench(Protocol):
         ...
 
     @property
-    def longest_run_s(self) -> float:
-        """Seconds for which steps run in a row."""
-        ...
-
-    @property
-    def drafts_run(self) -> bool:
-        """Whether steps with drafts of greedy and coupled rows run in a row too."""
+    def longest_runs_s(self) -> tuple[float, float]:
+        """Seconds for which steps of plain decoding, and steps with drafts of greedy and coupled rows, run in a row."""
         ...
 
     @property

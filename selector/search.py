@@ -31,7 +31,7 @@ class BatchLoad:
     `base` is the work of plain decoding with the trees that requests configure themselves. `base_tokens` are the tokens of
     sequences without a choice. `context` are the cached tokens of the others, `draws` is 1 for a sampled sequence and 0 for a
     deterministic one, [B]. `model_share` is the share of rounds that run the draft model. Plain decoding `runs_in_a_row` if
-    no sequence needs the host or has a tree of its own. Steps with drafts do so if the `drafts_run`.
+    no sequence needs the host or has a tree of its own. Steps with drafts do so if `drafts_run`.
     """
 
     base: StepWork
@@ -158,7 +158,7 @@ class Search:
         tokens_s = self._costs.tokens_s(base.num_tokens + sum(nodes))
         seconds = self._base_s + tokens_s + num_rounds * self._round_s + sum(own_s)
         if self._load.runs_in_a_row and (self._load.drafts_run or not any(depths)):
-            seconds -= self._costs.saved_s(seconds)
+            seconds -= self._costs.saved_s(seconds, any(depths))
         return self._load.base_tokens + sum(tokens), seconds
 
 

@@ -55,15 +55,14 @@ class StepTimer:
         return replace(self._config, max_model_len=self._info.max_model_len)
 
     @property
-    def longest_run_s(self) -> float:
-        """Seconds for which steps run in a row; 0 if each is a call of its own."""
-        return LONGEST_RUN_S if self._target.runs_steps else 0.0
+    def longest_runs_s(self) -> tuple[float, float]:
+        """Seconds for which steps of plain decoding, and steps with drafts of greedy and coupled rows, run in a row.
 
-    @property
-    def drafts_run(self) -> bool:
-        """Whether steps with drafts of greedy and coupled rows run in a row too."""
+        0 if each is a call of its own.
+        """
         grower = self._drafter.native_grower() if isinstance(self._drafter, HasNativeGrower) else None
-        return grower is not None
+        longest_s = LONGEST_RUN_S if self._target.runs_steps else 0.0
+        return longest_s, 0.0 if grower is None else longest_s
 
     @property
     def facts(self) -> dict[str, str]:

@@ -195,9 +195,10 @@ def test_shared_calls_are_learnt():
     for _ in range(200):
         for num_steps in (1, 4):
             costs.observe(work(1)._replace(num_calls=1.0 / num_steps), 0.0, 0.008 + 0.002 / num_steps)
-    costs.longest_run_s = 0.04
+    costs.longest_runs_s = 0.04, 0.01
     assert costs.step_s(work(1)) == pytest.approx(0.010, rel=0.02)
     assert costs.saved_s(0.010) == pytest.approx(0.0015, rel=0.2)
+    assert costs.saved_s(0.010, has_drafts=True) == 0.0, "they run singly"
 
 
 @pytest.mark.parametrize("rest", [[1.0], [0.0] * cost.NUM_REST, [math.nan] * cost.NUM_REST])

@@ -43,8 +43,7 @@ class PaperBench:
     now_s: float = 0.0
     counts: dict[PassSize, int] = field(default_factory=dict)
     num_steps: int = 0
-    longest_run_s: float = 0.0
-    drafts_run: bool = False
+    longest_runs_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def facts(self) -> dict[str, str]:

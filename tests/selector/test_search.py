@@ -139,20 +139,20 @@ def test_rounds_are_paid_for_once():
 def test_steps_in_a_row_share_a_call(longest_run_s: float, drafts: bool):
     """A tree that gains 8 % over single steps of 1.1 s, .1 of it for a call, loses to two steps or more in one call."""
     model = CostModel([1.0, *[1e-6] * 14, 0.1], [1e-6, 0.01, 1e-6, 1e-6])
-    model.longest_run_s = longest_run_s * 1.11
+    model.longest_runs_s = longest_run_s * 1.11, 0.0
     found = search([0.047], model, allowed=[[True, True, *[False] * 4]])
     assert (found.best().places != (0,)) == drafts
     assert found.plain.seconds == pytest.approx(1.1 - 0.1 * (1 - 1 / max(1, longest_run_s)), abs=1e-3)
 
 
-@pytest.mark.parametrize("drafts_run", [False, True])
-def test_steps_with_drafts_share_calls_too(drafts_run: bool):
+@pytest.mark.parametrize(("drafts_run", "longest_s"), [(False, 2.5), (True, 0.0), (True, 2.5)])
+def test_steps_with_drafts_share_calls_too(drafts_run: bool, longest_s: float):
     """If they run in a row as well, the same tree pays again: two of its steps fit where two plain ones do."""
     model = CostModel([1.0, *[1e-6] * 14, 0.1], [1e-6, 0.01, 1e-6, 1e-6])
-    model.longest_run_s = 2.5
+    model.longest_runs_s = 2.5, longest_s
     load = replace(load_of(1), drafts_run=drafts_run)
     found = search([0.047], model, allowed=[[True, True, *[False] * 4]], load=load)
-    assert (found.best().places != (0,)) == drafts_run
+    assert (found.best().places != (0,)) == (drafts_run and longest_s > 0.0)
 
 
 def test_plain_decoding_is_the_first_entry():
