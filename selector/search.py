@@ -11,6 +11,7 @@ Shape key: B sequences, M entries by depth.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -103,24 +104,21 @@ class Search:
         may be less likely than the menu's least chance.
         """
         rate, rises_s, num_tokens = chosen.rate, self._costs.rises_s, self._load.base.num_tokens
-        drafting = [place for place in chosen.places if place]
-        num_nodes = sum([nodes_M[place] for nodes_M, place in zip(self.estimates.nodes, chosen.places)])
+        drafting, least = [place for place in chosen.places if place], self._menu.least_chance
+        num_nodes = sum([cells[place][1] for cells, place in zip(self._cells, chosen.places)])
         own_s, level_s = sum(self._node_s_B) / len(self._node_s_B), self._round_s / max(1, num_sharing) + self._fed_s
         node_s = own_s + rises_s(num_tokens + num_nodes, 1)[0]
         if not drafting:
             return GrowthCosts(node_s * rate, level_s * rate)
         own_nodes, num_others = num_nodes / len(drafting), len(drafting) - 1
-        sizes = dict.fromkeys(max(0.0, num_others + one * num_others**0.5) for one in _SPREAD)  # all are 0 without others
-        others = [num_tokens + own_nodes * size for size in sizes]
-        most, least = max([self._menu.num_nodes[place] for place in drafting]), self._menu.least_chance
-        rises = [sum(of_node) / len(others) for of_node in zip(*[rises_s(other, most) for other in others])]
+        others = [num_tokens + own_nodes * size for size in {max(0.0, num_others + one * num_others**0.5) for one in _SPREAD}]
+        rises, *more = [rises_s(other, max([self._menu.num_nodes[place] for place in drafting])) for other in others]
+        rises = [sum(each) / len(each) for each in zip(rises, *more)] if more else rises
         cost_of = {rise: round(max(least, (own_s + rise) * rate), 9) for rise in {*rises}}  # few differ in a small batch
         return GrowthCosts(node_s * rate, level_s * rate, tuple(never_less([cost_of[rise] for rise in rises])))
 
     def _best_alike(self, start: Step) -> Step:
-        """Return the best of `start` and of candidates for each entry: all sequences that may have it do, then the best half,
-        quarter and so on, to the best one alone. The best have the most expected tokens. The others keep their entries.
-        """
+        """Return the best of `start` and of each entry for all that may have it, for the half with the most tokens, and so on."""
         found, best_rate = None, start.rate
         for entry in self._menu.drafting:
             ranks = [-cells[entry][0] * allowed[entry] for cells, allowed in zip(self._cells, self._is_allowed)]
@@ -170,8 +168,8 @@ def never_less(costs: list[float]) -> list[float]:
     if costs == sorted(costs):
         return costs
     blocks: list[tuple[float, int]] = []
-    for cost in costs:
-        mean, count = cost, 1
+    for mean, same in groupby(costs):
+        count = len([*same])
         while blocks and blocks[-1][0] >= mean:
             before, more = blocks.pop()
             mean, count = (before * more + mean * count) / (more + count), more + count
