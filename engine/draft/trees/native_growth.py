@@ -54,13 +54,12 @@ class NativeTreeGrower:
     def grow(self, rows: Sequence[Row], calibrations: Calibrations, grammars: GrammarMasks | None = None) -> Growth:
         """Feed the drafter the missing tokens and grow every decoding row's tree."""
         del grammars  # a row with a grammar edits its logits
-        native_rows, ids, passes = [], [], ModelPasses()
-        for row in rows:
-            if row.is_drafting:
-                texts = None if self.texts is None else self.texts.native_texts(row)
-                native_rows.append(_native_row(row, calibrations.of(row), texts))
-                ids.append(row.request_id)
-        grown = self.grow_trees(rows, native_rows, ids)
+        drafting = [row for row in rows if row.is_drafting]
+        native_rows, passes = [], ModelPasses()
+        for row in drafting:
+            texts = None if self.texts is None else self.texts.native_texts(row)
+            native_rows.append(_native_row(row, calibrations.of(row), texts))
+        grown = self.grow_trees(rows, native_rows, [row.request_id for row in drafting])
         for one in grown.fed:
             if one.num_tokens:
                 passes += ModelPasses.one(one.num_tokens, one.num_queried, self.fed_only_share)
