@@ -422,7 +422,7 @@ class Engine:
             return _failure_event(row, verdict)
         assert emission is not None  # a verified row was committed
         logprobs: tuple[TokenLogprobs, ...] = ()
-        new_ids, sources = emission.new_ids, outcome.sources
+        new_ids, sources, num_drafted = emission.new_ids, outcome.sources, outcome.num_drafted
         if row.sampling.num_logprobs is not None and new_ids:
             nodes = [outcome.offset + node for node in verdict.path[: len(new_ids)]]
             logprobs = logprobs_of(logits_NV, nodes, new_ids, row.sampling.num_logprobs)
@@ -435,11 +435,11 @@ class Engine:
             queued_s=emission.queued_s,
             num_cached_tokens=emission.num_cached,
             expansion=row.expansion,
-            num_draft_tokens=outcome.num_drafted,
+            num_draft_tokens=num_drafted,
             num_accepted_tokens=emission.num_accepted,
             num_predicted_tokens=sources.count(DraftSource.PREDICTION),
             predicted_places=_predicted_places(outcome) if DraftSource.PREDICTION in sources else (),
-            num_steps=outcome.num_steps,
+            num_steps=1 if num_drafted else outcome.num_steps,
         )
 
 

@@ -294,6 +294,8 @@ class TokenTree(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Distinct children of each node in order of first appearance."""
+        if sum(map(len, self.draws)) < len(self.parents):
+            return self.draws  # no child is listed twice
         return tuple([tuple(dict.fromkeys(drawn)) for drawn in self.draws])
 
     @cached_property

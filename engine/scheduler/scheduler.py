@@ -449,7 +449,7 @@ class Scheduler:
         """Return how many tokens the drafter has cached. Nodes fed with substitutes for target features are fed again."""
         if self._feeding is Feeding.TARGET_CACHE:
             return row.root_position + len(result.path)
-        if row.expansion.is_plain or self._feeding is Feeding.TARGET_FEATURES:
+        if self._feeding is Feeding.TARGET_FEATURES or row.expansion.is_plain:
             return row.draft_len + len(row.draft_ids)
         if not result.drafted_len:  # not even the root was fed: the tree came from cached text only
             return row.draft_len

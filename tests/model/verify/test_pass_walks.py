@@ -173,8 +173,11 @@ def test_paths_of_other_logits_are_not_used():
     rng, target = random.Random(9), target_with_ties()
     rows, forest = any_step(rng, 8, SAMPLINGS[:1])
     given = pass_walks(rows, forest)
-    logits_NV = target.forward(StepPlan(0, tuple(rows)), forest.trees, walks=given.walks).clone()
-    assert target.likeliest(logits_NV, forest.num_nodes) is None
+    logits_NV = target.forward(StepPlan(0, tuple(rows)), forest.trees, walks=given.walks)
+    assert target.followed(logits_NV)
+    other_NV = logits_NV.clone()
+    assert target.likeliest(other_NV, forest.num_nodes) is None
+    assert not target.followed(other_NV)
 
 
 def test_temperature_of_zero_takes_likeliest_tokens():
