@@ -4,17 +4,18 @@ Receives the worker's events, detects its death or silence and describes the cau
 never reused, so events of an earlier worker cannot reach requests of a later one.
 """
 
+import asyncio
 import logging
 import shutil
 import signal
 import time
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
 
 import zmq
-import zmq.asyncio
 
 from engine.utils.daemon_thread import in_daemon_thread
 from engine.worker.messages import Addresses, Failed, Shutdown, WorkerEvent, decode_event, encode_message
@@ -23,8 +24,8 @@ from engine.worker.step_log import StepNote, last_note
 
 _logger = logging.getLogger(__name__)
 
-_CHECK_MS = 250
-_LINGER_MS = 200
+_CHECK_S = 0.25
+_LINGER_S = 0.2
 _REAP_S = 5.0
 _FAULTS = frozenset(
     [signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP]
@@ -66,8 +67,11 @@ class WorkerConnection:
         self._last_event_at: float | None = None
         self._cause: str | None = None
         self._is_refusal = False
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()  # messages, or the end of the process
+        self._messages: list[bytes] = []  # received, not decoded
         self._context = zmq.Context()
-        self._inbox = zmq.asyncio.Socket(self._context, zmq.PULL)
+        self._inbox = self._context.socket(zmq.PULL)
         self._outbox = self._context.socket(zmq.PUSH)
         try:
             self._open_sockets()
@@ -89,8 +93,11 @@ class WorkerConnection:
         self._outbox.set_hwm(0)
         self._inbox.bind(self._addresses.events)
         self._outbox.connect(self._addresses.commands)  # buffers commands until the worker has bound its end
+        # Not zmq.asyncio: it has a future and several callbacks for each message.
+        self._loop.add_reader(self._inbox.FD, self._receive)
 
     def _close_sockets(self) -> None:
+        self._loop.remove_reader(self._inbox.FD)
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
         self._context.term()
@@ -127,31 +134,51 @@ class WorkerConnection:
     async def events(self) -> AsyncGenerator[WorkerEvent, None]:
         """Yield the worker's events until it dies, then raise WorkerDied."""
         assert self._process is not None
-        poller = zmq.asyncio.Poller()
-        poller.register(self._inbox, zmq.POLLIN)
-        poller.register(self._process.sentinel, zmq.POLLIN)
-        # The sentinel alone is not enough: a grandchild process could keep it open.
-        while self._process.exitcode is None:
-            await poller.poll(_CHECK_MS)
-            for event in await self._unread():
-                yield event
-            self._kill_if_silent()
-        while await self._inbox.poll(_LINGER_MS):  # events that the worker sent before it died
-            for event in await self._unread():
+        self._loop.add_reader(self._process.sentinel, self._arrived.set)
+        try:
+            while True:
+                events = await self._unread(_CHECK_S)
+                for event in events:
+                    yield event
+                if not events:
+                    self._kill_if_silent()
+                    if self._process.exitcode is not None:  # the sentinel is not enough: a grandchild could keep it open
+                        break
+        finally:
+            self._loop.remove_reader(self._process.sentinel)
+        self._arrived.clear()
+        while events := await self._unread(_LINGER_S):  # that the worker sent before it died
+            for event in events:
                 yield event
         raise WorkerDied(self._cause_of_death(), self._is_from_outside, self._is_refusal)
 
-    async def _unread(self) -> list[WorkerEvent]:
-        """Return the events in the inbox. Failed is not among them: its error becomes the cause of death."""
+    async def _unread(self, wait_s: float) -> list[WorkerEvent]:
+        """Wait for events and return them. There may be none after `wait_s`, or at the end of the process.
+
+        Failed is not among them: its error becomes the cause of death.
+        """
+        timer = self._loop.call_later(wait_s, self._arrived.set)
+        await self._arrived.wait()
+        timer.cancel()
+        self._arrived.clear()
+        if not self._messages:
+            self._receive()
+        messages, self._messages = self._messages, []
         events: list[WorkerEvent] = []
-        while await self._inbox.poll(0):
-            event = decode_event(await self._inbox.recv())
-            self._last_event_at = time.monotonic()
+        for event in map(decode_event, messages):
             if isinstance(event, Failed):
                 self._cause, self._is_refusal = event.error, event.is_refusal
             else:
                 events.append(event)
         return events
+
+    def _receive(self) -> None:
+        """Empty the inbox: its descriptor is readable again only for new messages."""
+        with suppress(zmq.Again):
+            while True:
+                self._messages.append(self._inbox.recv(zmq.NOBLOCK))
+                self._last_event_at = time.monotonic()
+                self._arrived.set()
 
     def _kill_if_silent(self) -> None:
         # Called right after the inbox was emptied, so that a stalled event loop is not mistaken for a silent worker.

@@ -4,7 +4,7 @@ Knows EngineService and choices. Does not know the wire format.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -29,7 +29,7 @@ class Sample:
 
 _UNLIMITED = TimeLimits()
 
-_Arrival = tuple[Sample, TokenEvent] | Exception
+_Arrival = tuple[Sample, TokenEvent]
 
 
 class Generation:
@@ -51,7 +51,8 @@ class Generation:
         self._limits = limits
         self._spender = current_spender.get()
         self._began_s = asyncio.get_running_loop().time()
-        self._arrivals: asyncio.Queue[_Arrival] = asyncio.Queue()
+        self._streams: Sequence[AsyncIterator[TokenEvent]] = ()
+        self._arrivals: asyncio.Queue[_Arrival | Exception] = asyncio.Queue()  # of several streams
         self._pumps: list[asyncio.Task[None]] = []
         self._unfinished = FinishReason.ABORT  # the reason of samples that have not ended at `close`
 
@@ -100,13 +101,15 @@ class Generation:
     def start(self) -> Self:
         """Submit every sample, or none. Errors are raised here, before any answer began."""
         try:
-            streams = self._engine.submit([sample.request for sample in self._samples])
+            self._streams = self._engine.submit([sample.request for sample in self._samples])
         except Exception as error:
             self._meter.reject(as_api_error(error).code or "engine_error")
             raise
         if self._spender is not None:
             self._spender.spend(num_prompt_tokens=self.num_prompt_tokens)
-        for sample, stream in zip(self._samples, streams, strict=True):
+        if len(self._streams) == 1:  # read without a task between
+            return self
+        for sample, stream in zip(self._samples, self._streams, strict=True):
             pump = asyncio.create_task(self._pump(sample, stream))
             pump.add_done_callback(self._on_pump_end)
             self._pumps.append(pump)
@@ -118,7 +121,7 @@ class Generation:
             self._arrivals.put_nowait((sample, event))
             if event.finish is not None:
                 return
-        raise GenerationFailed("the engine ended a request without a reason")
+        raise _ended_early()
 
     def _on_pump_end(self, pump: asyncio.Task[None]) -> None:
         """Pass the error of a failed pump to the reader of `pieces`."""
@@ -127,12 +130,12 @@ class Generation:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the piece of each event, until every choice has finished. Raises the error of a failed choice."""
-        while any(choice.finish is None for choice in self.choices):
-            arrival = await self._next_arrival()
-            if isinstance(arrival, Exception):
+        while any(sample.choice.finish is None for sample in self._samples):
+            try:
+                sample, event = await self._next_arrival()
+            except Exception:
                 self._unfinished = FinishReason.ERROR
-                raise arrival
-            sample, event = arrival
+                raise
             if sample.choice.finish is None:
                 piece = self._take(sample, event)
                 if event.token_ids or piece.finish is not None:
@@ -141,14 +144,28 @@ class Generation:
     async def _next_arrival(self) -> _Arrival:
         """Return the next event or error; raise if the request exceeds a time limit."""
         has_begun = all(sample.meter.num_tokens or sample.choice.finish for sample in self._samples)
+        deadline_s = self._limits.deadline_s(self._began_s, has_begun)
+        if deadline_s is None:
+            return await self._arrival()
         try:
-            async with asyncio.timeout_at(self._limits.deadline_s(self._began_s, has_begun)):
-                return await self._arrivals.get()
+            async with asyncio.timeout_at(deadline_s):
+                return await self._arrival()
         except TimeoutError:
             late = self._limits.lateness(asyncio.get_running_loop().time() - self._began_s)
-            self._unfinished = FinishReason.ERROR
             self._meter.fail(late.code or "")
             raise late from None
+
+    async def _arrival(self) -> _Arrival:
+        """Return the next event; raise the error of its stream."""
+        if self._pumps:
+            arrival = await self._arrivals.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            return arrival
+        event = await anext(self._streams[0], None)
+        if event is None:
+            raise _ended_early()
+        return self._samples[0], event
 
     def _take(self, sample: Sample, event: TokenEvent) -> Piece:
         sample.meter.on_event(event)
@@ -169,18 +186,25 @@ class Generation:
 
     async def close(self) -> None:
         """Abort the samples that still run, release their streams and close the meter. Can be called again."""
-        pumps, self._pumps = self._pumps, []
-        if not pumps:
+        streams, self._streams = self._streams, ()
+        if not streams:
             return
-        for pump in pumps:
+        for pump in self._pumps:
             pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for stream in streams:
+            if isinstance(stream, AsyncGenerator):
+                await stream.aclose()
         for sample in self._samples:
             if not sample.meter.is_ended:
                 self._engine.abort(sample.request.request_id)
         self._meter.close(self._unfinished)
         if (trace := current_trace.get()) is not None:
             trace.generated(self.times)
+
+
+def _ended_early() -> ApiError:
+    return GenerationFailed("the engine ended a request without a reason")
 
 
 def _error_of(event: TokenEvent) -> ApiError:

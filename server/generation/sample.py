@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.core.types import FinishReason, TokenEvent
 from server.generation.prompt_echo import Candidate, PromptEcho
 from server.generation.step_trace import step_trace_of
@@ -21,8 +23,7 @@ from server.text.stop_strings import StopFinder
 from server.text.token_entry import TokenEntry, entry_of
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """The part of one choice that one event adds.
 
     The first piece has the prompt's ids. The last piece has the candidates of the prompt's tokens, and the stop string or token
@@ -133,6 +134,7 @@ class Choice:
         self._named_stop_ids = named_stop_ids
         self._is_traced = is_traced
         self._reader = reader or PlainReader()
+        self._reasoning_reader = reader if isinstance(reader, ReasoningReader) else None
         self._min_tokens = min_tokens
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
@@ -152,33 +154,39 @@ class Choice:
 
     def take(self, event: TokenEvent) -> Piece:
         """Add an event's tokens up to the end of a stop string or of the last call; return the new piece."""
-        num_before = self.num_tokens
+        num_before, was_finished = self.num_tokens, self.finish is not None
         self.num_cached_tokens += event.num_cached_tokens
-        text = self._echoed(event) + "".join(self._text_of(event, at) for at in range(len(event.token_ids)))
-        if event.finish is not None and not self.is_cut:
-            text += self._close()
+        text = self._echoed(event)
+        for at in range(len(event.token_ids)):
+            text += self._text_of(event, at)
         if event.finish is not None or self.is_cut:
-            text += self._content_of(self._reader.close(event.finish is FinishReason.LENGTH and not self.is_cut))
-        calls, self._calls = merged(self._calls), []
+            text += self._end(event.finish)
+        calls, self._calls = merged(self._calls) if self._calls else (), []
         reasoning, self._reasoning = self._reasoning, ""
         parts, self._parts = tuple(self._parts), []
-        if self.finish is None:
-            self.finish = FinishReason.STOP if self.is_cut else event.finish
+        if event.num_draft_tokens and not was_finished:
             self._count_drafts(event, self.num_tokens - num_before)
         return Piece(
             self.index,
             text,
-            self._ready_entries(bool(text or calls or reasoning)),
+            self._ready_entries(bool(text or calls or reasoning)) if self._entries else (),
             self.finish,
             self._prompt.candidates() if self._prompt and self.finish is not None else None,
-            self._stop_reason(event),
+            self._stop_reason(event) if self.finish is not None else None,
             event.token_ids[: self.num_tokens - num_before],
             self._prompt.ids if self._prompt and not num_before else None,
             step_trace_of(event.trace, self._token_text) if self._is_traced and event.trace else None,
             calls,
             reasoning,
-            parts=parts,
+            parts,
         )
+
+    def _end(self, finish: FinishReason | None) -> str:
+        """Return the rest of the text, which the engine's `finish` ends, or else a cut."""
+        text = "" if self.is_cut else self._close()
+        text += self._content_of(self._reader.close(finish is FinishReason.LENGTH and not self.is_cut))
+        self.finish = self.finish or (FinishReason.STOP if self.is_cut else finish)
+        return text
 
     def _stop_reason(self, event: TokenEvent) -> str | int | None:
         if self.is_cut:
@@ -212,23 +220,28 @@ class Choice:
         is_stop_token = token_id == event.stop_token_id and at == len(event.token_ids) - 1
         if not is_stop_token or self._keeps_stop:
             text += self._pass_on(self._detokenizer.push(token_id))
-        self.num_reasoning_tokens += was_inside and self._is_inside_reasoning
+        if was_inside:
+            self.num_reasoning_tokens += self._is_inside_reasoning
         return text
 
     @property
     def _is_inside_reasoning(self) -> bool:
-        return isinstance(self._reader, ReasoningReader) and self._reader.is_inside
+        return self._reasoning_reader is not None and self._reasoning_reader.is_inside
 
     def _pass_on(self, text: str) -> str:
+        if not text:
+            return ""
         self._num_chars += len(text)
-        return self._read(self._stops.feed(text, self.num_tokens > self._min_tokens)) if text else ""
+        return self._read(self._stops.feed(text, self.num_tokens > self._min_tokens))
 
     def _read(self, text: str) -> str:
         return self._content_of(self._reader.feed(text)) if text else ""
 
     def _content_of(self, read: ReadText) -> str:
-        self._calls += read.calls
-        self._reasoning += read.reasoning
+        if read.calls:
+            self._calls += read.calls
+        if read.reasoning:
+            self._reasoning += read.reasoning
         if read.content or read.calls:
             self._parts.append(read)
         return read.content
@@ -238,7 +251,7 @@ class Choice:
         return text + self._read(self._stops.close())
 
     def _count_drafts(self, event: TokenEvent, num_kept: int) -> None:
-        if event.num_draft_tokens and num_kept:
+        if num_kept:
             self.acceptance.add_step(event, num_kept)
 
     def _ready_entries(self, has_output: bool) -> tuple[TokenEntry, ...]:

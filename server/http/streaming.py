@@ -18,7 +18,7 @@ _DONE = b"data: [DONE]\n\n"
 
 def sse_event(body: BaseModel) -> bytes:
     """Return one event, with its type as its name if it has one. Only fields that were set are written."""
-    kind = getattr(body, "type", None)
+    kind = body.__dict__.get("type")  # pydantic searches long for attributes that a model does not have
     name = b"" if kind is None else f"event: {kind}\n".encode()
     return name + b"data: " + body.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 

@@ -35,8 +35,8 @@ class TimeLimits:
 
     def deadline_s(self, began_s: float, has_begun: bool) -> float | None:
         """Return the deadline of a request that began at `began_s`; `has_begun` is whether each of its texts has a token."""
-        limits = (self.total_s, None if has_begun else self.first_token_s)
-        return min((began_s + limit_s for limit_s in limits if limit_s is not None), default=None)
+        limits_s = [limit_s for limit_s in (self.total_s, None if has_begun else self.first_token_s) if limit_s is not None]
+        return began_s + min(limits_s) if limits_s else None
 
     def lateness(self, spent_s: float) -> ApiError:
         """Return the error of a request whose deadline has passed after `spent_s`."""

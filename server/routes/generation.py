@@ -1,12 +1,12 @@
 """POST /v1/completions and POST /v1/chat/completions."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
+from msgspec.structs import replace
 from starlette.responses import Response
 
 from server.answer_formats.chat import ChatFormat

@@ -1,13 +1,14 @@
 """The result of parsing a model's text: content, and tool calls in pieces. Knows text only."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import chain, groupby, takewhile
 from typing import Protocol
 
+import msgspec
+from msgspec.structs import replace
 
-@dataclass(frozen=True, slots=True)
-class CallPiece:
+
+class CallPiece(msgspec.Struct, frozen=True):
     """A piece of call `index` of a message: first its name, then its arguments, as JSON in pieces."""
 
     index: int
@@ -15,8 +16,7 @@ class CallPiece:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadText:
+class ReadText(msgspec.Struct, frozen=True):
     """The newly certain parts of a text: content, pieces of calls, and reasoning."""
 
     content: str = ""

@@ -29,6 +29,8 @@ class StopFinder:
 
         No stop string ends in text that is added without `may_end`. A stop string that begins there may end later.
         """
+        if not self._stops:
+            return text
         if self.is_hit:
             return ""
         num_searched, text = len(self._held), self._held + text

@@ -112,7 +112,7 @@ async def test_unenforced_limit_is_detected(monkeypatch: pytest.MonkeyPatch) -> 
     """The mutant waits for ever; what is asserted of it is that the others do not pass by chance."""
 
     async def patient(self: Generation) -> object:
-        return await self._arrivals.get()
+        return await self._arrival()
 
     monkeypatch.setattr(Generation, "_next_arrival", patient)
     async with in_process(stuck_after(1)) as client:

@@ -327,9 +327,9 @@ async def test_judging_before_reading_the_mail_is_noticed(clock: SkippingClock, 
     """The mutant: a link that looks at the clock first and at its inbox afterwards."""
     unread = WorkerConnection._unread
 
-    async def hasty(self: WorkerConnection) -> list[WorkerEvent]:
+    async def hasty(self: WorkerConnection, wait_s: float) -> list[WorkerEvent]:
         self._kill_if_silent()
-        return await unread(self)
+        return await unread(self, wait_s)
 
     monkeypatch.setattr(WorkerConnection, "_unread", hasty)
     with pytest.raises((AssertionError, EngineUnavailable)):
