@@ -351,12 +351,8 @@ class Engine:
         if passed.run_verdicts is not None:
             return passed.run_verdicts
         walks = passed.walks if passed.walks is not None and self._target.followed(passed.all_NV) else None
-        known = [None] if walks is None else walks.verdicts(plan.decoding)
-        if None in known:
-            best = passed.choices or self._target.likeliest(passed.all_NV, forest.num_nodes)
-            verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best, walks)
-        else:
-            verdicts = known  # type: ignore[assignment]
+        best = passed.choices or (lambda: self._target.likeliest(passed.all_NV, forest.num_nodes))
+        verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best, walks)
         if not (broken := passed.prompts.failed):
             return verdicts
         return [NOT_FINITE if row.request_id in broken else one for row, one in zip(plan.decoding, verdicts)]

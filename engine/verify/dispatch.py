@@ -7,7 +7,7 @@ tokens are computed here too, from the target's logits before any edit. Shape ke
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -36,6 +36,8 @@ from engine.verify.verdict import Verdict, VerificationFailure, Verifier
 
 _logger = logging.getLogger(__name__)
 
+Best = Sequence[RowArgMax] | Sequence[NodeChoice] | None
+
 
 class Judge:
     """Verifies the trees of a step. Verifiers are created on first use. Rows with a grammar need `grammars`."""
@@ -49,20 +51,21 @@ class Judge:
         rows: Sequence[Row],
         forest: Forest,
         logits_NV: Float[Tensor, "N V"],
-        best: Sequence[RowArgMax] | Sequence[NodeChoice] | None = None,
+        best: Best | Callable[[], Best] = None,
         walks: "PassWalks | None" = None,
     ) -> list[Verdict | VerificationFailure]:
         """Return a result for each row's tree, in order. An invalid tree does not affect the others.
 
-        `best` are the rows' arg maxes, or the choices by `node_draws`, if they are known already. A pass that made the logits has
-        followed the trees of `walks`.
+        `best` are the rows' arg maxes, or the choices by `node_draws`, if they are known already; a function that returns them is
+        called only if they are needed. A pass that made the logits has followed the trees of `walks`.
         """
         known = [None] * len(rows) if walks is None else walks.verdicts(rows)
         if None not in known:
             return known  # type: ignore[return-value]
         one_by_one = _coupled_rule(logits_NV)
         rules = [_rule(row, tree, one_by_one) for row, tree in zip(rows, forest.trees, strict=True)]
-        best, choices = _split(_chosen(one_by_one, rows, forest, logits_NV) if best is None else best)
+        given = best() if callable(best) else best
+        best, choices = _split(_chosen(one_by_one, rows, forest, logits_NV) if given is None else given)
         is_valid = has_distribution = [one.is_valid for one in best]
         edited_NV = logits_NV
         if any(row.sampling.edits_logits for row in rows):
