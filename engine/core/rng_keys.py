@@ -4,7 +4,6 @@ Streams separate draws that must be independent: drafting and verifying a token 
 Only the coupled rule shares TOKEN noise between drafter and verifier, by design.
 """
 
-from collections.abc import Iterable
 from enum import IntEnum
 
 import msgspec
@@ -45,13 +44,7 @@ def _mix(value: int) -> int:
 
 def stream_key(seed: int, position: int, stream: Stream) -> int:
     """Return the 64-bit key of a stream of draws."""
-    return stream_keys(seed, (position,), stream)[0]
-
-
-def stream_keys(seed: int, positions: Iterable[int], stream: Stream) -> list[int]:
-    """Return the 64-bit keys of a stream of draws at several positions."""
-    of_seed, of_stream = _mix(seed + GOLDEN), (stream + 1) * GOLDEN
-    return [_mix(_mix(of_seed + position * GOLDEN) + of_stream) for position in positions]
+    return _mix(_mix(_mix(seed + GOLDEN) + position * GOLDEN) + (stream + 1) * GOLDEN)
 
 
 def derived_seed(seed: int, index: int) -> int:

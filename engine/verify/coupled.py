@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.core.rng_keys import StepKey, Stream, stream_key, stream_keys
+from engine.core.rng_keys import StepKey, Stream, stream_key
 from engine.core.tree import ROOT, TokenTree
 from engine.native import noise as native
 from engine.native.distributions import KeptTokens
@@ -77,14 +77,12 @@ def follow(tree: TokenTree, choice_by_node: Sequence[int]) -> Verdict:
 
 def noise_keys(tree: TokenTree, key: StepKey) -> list[int]:
     """Return the key of the noise for the token after each node."""
-    first = key.root_position + 1
-    return stream_keys(key.seed, [first + depth for depth in tree.depths], Stream.TOKEN)
+    return [_noise_key(key, depth) for depth in tree.depths]
 
 
 def depth_keys(tree: TokenTree, key: StepKey) -> list[int]:
     """Return the key of the noise for the token after the nodes of each depth."""
-    first = key.root_position + 1
-    return stream_keys(key.seed, range(first, first + 1 + (0 if len(tree.parents) == 1 else max(tree.depths))), Stream.TOKEN)
+    return [_noise_key(key, depth) for depth in range(1 if tree.num_nodes == 1 else max(tree.depths) + 1)]
 
 
 def follow_all(trees: Sequence[TokenTree], choice_ids_N: Sequence[int]) -> list[Verdict]:
