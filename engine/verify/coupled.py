@@ -147,7 +147,7 @@ def judge_coupled_natively(
     walks = native_walks(logits_NV, trees, rows, temperatures, keys_of_trees, truncations)
     if faulty := [b for b, walk in enumerate(walks) if walk is None]:
         raise NonFiniteDistributionError(faulty)
-    return [Verdict(*walk) for walk in walks if walk is not None]
+    return [Verdict(walk.path, walk.extra_id) for walk in walks if walk is not None]
 
 
 class _Choice(NamedTuple):
