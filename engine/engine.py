@@ -290,7 +290,7 @@ class Engine:
     def _run_drafts(self, plan: StepPlan) -> list[DraftedStep] | None:
         """Run drafting steps in a row. None if the library cannot, or if a row has no distribution: then nothing changed."""
         grower = self._native_grower
-        if grower is None or any(row.adapter is not None for row in plan.rows) or not grower.can_grow(plan.rows):
+        if grower is None or not grower.can_grow(plan.rows):
             return None
         steps = grower.start_steps(plan.rows, self._calibrations, plan.num_steps)
         self._target.run_drafts(steps)

@@ -6,7 +6,6 @@ a client waits for one chunk at most. Under constant load nothing is audited, an
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from msgspec import structs
 
@@ -64,7 +63,7 @@ class AuditedEngine:
         output = self._engine.step()
         self._last_step = output.stats.step
         self._auditor.observe(output.events)
-        return replace(output, stats=structs.replace(output.stats, audit=self._auditor.taken_stats()))
+        return structs.replace(output, stats=structs.replace(output.stats, audit=self._auditor.taken_stats()))
 
     def _audit(self) -> StepOutput:
         """Feed a chunk of a waiting record and check the tokens in it."""

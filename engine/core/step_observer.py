@@ -112,7 +112,7 @@ class PolicySteps(StepObserver):
             self.most_steps = min(self._num_left, MOST_UNOBSERVED)
             return self._passed()
         views.num_steps = 1 + self._num_passed
-        self._observe(views.num_steps if self._is_plain else 1)
+        self._observe()
         self._is_plain, self._num_left, self._num_passed = False, 0, 0
         self._choice, self._composition = self._policy.choose(views), views.composition
         self.most_steps = min(self._choice.num_steps, MOST_UNOBSERVED) if self._composition is not None else 1
@@ -138,17 +138,18 @@ class PolicySteps(StepObserver):
         self._num_passed += num_later
         self._unobserved += step.make_feedbacks
         if not self._num_left:
-            self._observe(1 if step.has_drafted else step.num_steps)
+            self._observe()
 
     def _passed(self) -> ExpansionChoice:
         self._num_left -= 1
         self._num_passed += 1
         return self._choice
 
-    def _observe(self, num_steps: int) -> None:
-        """Give the policy the feedback that is kept, each for a number of steps."""
+    def _observe(self) -> None:
+        """Give the policy the feedback that is kept: of plain decoding for all steps that passed."""
         unobserved, self._unobserved = self._unobserved, []
         for make_feedback in unobserved:
             feedback = make_feedback()
-            feedback.num_steps = num_steps
+            if self._is_plain:
+                feedback.num_steps = 1 + self._num_passed
             self._policy.observe(feedback)

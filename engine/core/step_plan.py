@@ -38,11 +38,11 @@ class Row(msgspec.Struct, frozen=True):
 
     `certain_ids` are committed tokens that the target has not cached: positions [context_len, context_len + len(certain_ids)).
     If `is_decoding`, the last of them is the root, from which a tree may grow. Else they are a chunk of a prompt. `slots` maps
-    the logical positions [0, context_len + len(certain_ids) + expansion.num_draft_tokens) to cache slots. Node v of the tree is
-    at position root_position + v, whatever its depth. The table is the row's own copy; only drafting steps in a row reorder it,
-    behind the root. `draft_ids` are the
-    committed tokens to feed to the drafter in this step, from position `draft_len` on. The last is the root if a tree grows.
-    `num_new_prompt_tokens` of the certain tokens are prompt tokens fed for the first time (not after a preemption). `history`
+    the logical positions [0, context_len + len(certain_ids) + expansion.num_draft_tokens) to cache slots, and positions of later
+    steps in a row. Node v of the tree is at position root_position + v, whatever its depth. The table is the row's own copy; only
+    drafting steps in a row reorder it, behind the root. `draft_ids` are the committed tokens to feed to the drafter in this step,
+    from position `draft_len` on. The last is the root if a tree grows. `num_new_prompt_tokens` of the certain tokens are prompt
+    tokens fed for the first time (not after a preemption). `history`
     is the whole committed text, a read-only view that starts with `num_prompt_tokens` prompt tokens. A row with `is_traced`
     keeps all data of a trace. A noise-aware tree leaves out nodes whose expected value is below their cost in `growth_costs`.
     The target runs the row under the LoRA adapter of that name; drafters run the base. `allows_drafts` is false if the request

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 from jaxtyping import Int
 from msgspec import structs
 from torch import Tensor
@@ -79,9 +80,9 @@ class Offers(msgspec.Struct, frozen=True, eq=False):
     Its first one is the `first`th of the arrays.
     """
 
-    tokens: library.Numbers
-    odds: library.Numbers
-    noise: library.Numbers
+    tokens: memoryview
+    odds: memoryview
+    noise: memoryview
     first: int = 0
 
     def at(self, place: int) -> Offered:
@@ -90,7 +91,8 @@ class Offers(msgspec.Struct, frozen=True, eq=False):
         first = place * library.NUM_SCORES
         count = self.tokens[first + place + library.NUM_SCORES]
         end = first + count
-        return Offered(self.tokens[first + place : end + place], self.odds[first:end], self.noise[first:end])
+        tokens = self.tokens[first + place : end + place]
+        return Offered(array("q", tokens), array("f", self.odds[first:end]), array("d", self.noise[first:end]))
 
 
 class GrownTree(msgspec.Struct, frozen=True):
@@ -169,16 +171,14 @@ class NativeGrowth:
         self._nodes = library.empty_array("q", num_steps * 6 * most)
         self._chances = library.empty_array("d", num_steps * 2 * most)
         places = num_steps * most
-        self._offers = Offers(
-            library.empty_array("q", places * (library.NUM_SCORES + 1)),
-            library.empty_array("f", places * library.NUM_SCORES),
-            library.empty_array("d", places * library.NUM_SCORES),
-        )
+        tokens = np.empty(places * (library.NUM_SCORES + 1), dtype=np.int64)  # of NumPy: most of the memory is never used
+        odds, noise = (np.empty(places * library.NUM_SCORES, dtype=dtype) for dtype in (np.float32, np.float64))
+        self._offers = Offers(tokens.data, odds.data, noise.data)
         self._fed, self._num_fed = library.structures(library.Fed, num_steps * most_rounds), library.empty_array("q", num_steps)
         self.results = library.GrownTreesStructure(
             *(most, most_rounds),
             *map(library.address_of, (self._counts, self._rounds, self._nodes, self._chances)),
-            *map(library.address_of, (self._offers.tokens, self._offers.odds, self._offers.noise)),
+            *map(library.address, (tokens, odds, noise)),
             *(self._fed, library.address_of(self._num_fed)),
         )
 

@@ -208,7 +208,7 @@ class DraftedRowStructure(Structure):
 
 
 class DraftStepsStructure(Structure):
-    """Drafting steps in a row (steps.h), and what becomes of their sequences."""
+    """Drafting steps in a row (steps.h), and their results."""
 
     _fields_ = (
         *((name, c_int64) for name in ("most", "num_rows", "most_nodes")),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from engine.core.row_trace import TracedRow
 from engine.core.step_observer import StepObserver
+from engine.core.tree import PLAIN
 from engine.core.types import StepStats
 from engine.scheduler.scheduler import MostSteps
 
@@ -30,5 +31,5 @@ class RunPacing(StepObserver):
         """Measure a step that decodes all of its rows and feeds no prompt."""
         num_rows = stats.num_decoding_rows
         if num_rows and stats.num_target_tokens == stats.num_row_steps + stats.num_draft_tokens:
-            kind, step_s = (num_rows, stats.num_drafts > 0), stats.step_s / stats.num_steps
+            kind, step_s = (num_rows, stats.expansions.keys() != {PLAIN.label}), stats.step_s / stats.num_steps
             self._step_s[kind] = _MEMORY * self._step_s.get(kind, step_s) + (1.0 - _MEMORY) * step_s

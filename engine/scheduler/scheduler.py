@@ -284,7 +284,8 @@ class Scheduler:
         No sequence that decodes plainly reaches its limit before the last step. Sequences that draft end a run themselves.
         """
         are_plain = all(tree.is_plain for tree in trees)
-        most_steps = most.plain if are_plain else most.drafting
+        has_adapters = any(sequence.request.adapter is not None for sequence in sequences)
+        most_steps = most.plain if are_plain else 1 if has_adapters else most.drafting
         may_admit = bool(self._waiting) and len(self._running) < self._config.max_running
         if most_steps == 1 or len(sequences) < len(self._running) or may_admit or self.traces_all:
             return 1

@@ -40,7 +40,8 @@ def scored_prompt_tokens(plan: StepPlan, trees: Sequence[TokenTree]) -> list[Sco
             end = min(row.end, row.num_prompt_tokens)
             first, last = end - row.num_new_prompt_tokens, min(end, row.num_prompt_tokens - 1)
             sources = range(start + first - row.context_len, start + last - row.context_len)
-            found.append(ScoredTokens(row, sources, tuple(row.history[first + 1 : last + 1])))
+            if sources:  # the last prompt token has no next one in the prompt
+                found.append(ScoredTokens(row, sources, tuple(row.history[first + 1 : last + 1])))
         start += len(row.certain_ids) + (next(remaining).num_nodes - 1 if row.is_decoding else 0)
     return found
 

@@ -134,23 +134,25 @@ class WorkerConnection:
     async def events(self) -> AsyncGenerator[WorkerEvent, None]:
         """Yield the worker's events until it dies, then raise WorkerDied."""
         assert self._process is not None
-        self._loop.add_reader(self._process.sentinel, self._arrived.set)
-        try:
-            while True:
-                events = await self._unread(_CHECK_S)
-                for event in events:
-                    yield event
-                if not events:
-                    self._kill_if_silent()
-                    if self._process.exitcode is not None:  # the sentinel is not enough: a grandchild could keep it open
-                        break
-        finally:
-            self._loop.remove_reader(self._process.sentinel)
+        self._loop.add_reader(self._process.sentinel, self._note_end)
+        while True:
+            events = await self._unread(_CHECK_S)
+            for event in events:
+                yield event
+            if not events:
+                self._kill_if_silent()
+                if self._process.exitcode is not None:  # the sentinel is not enough: a grandchild could keep it open
+                    break
         self._arrived.clear()
         while events := await self._unread(_LINGER_S):  # that the worker sent before it died
             for event in events:
                 yield event
         raise WorkerDied(self._cause_of_death(), self._is_from_outside, self._is_refusal)
+
+    def _note_end(self) -> None:
+        assert self._process is not None
+        self._loop.remove_reader(self._process.sentinel)  # it stays readable
+        self._arrived.set()
 
     async def _unread(self, wait_s: float) -> list[WorkerEvent]:
         """Wait for events and return them. There may be none after `wait_s`, or at the end of the process.
@@ -208,6 +210,7 @@ class WorkerConnection:
     def close(self) -> None:
         """Kill the worker if it is alive and free all resources."""
         if self._process is not None:
+            self._loop.remove_reader(self._process.sentinel)
             self._process.kill()
             self._process.join(_REAP_S)
             if self._process.exitcode is None:

@@ -23,7 +23,7 @@ class SteppedOutput(Protocol):
 
     @property
     def events(self) -> tuple[TokenEvent, ...]:
-        """Events of requests, at most one each."""
+        """Events of requests: of drafting steps in a row several each, of which the last alone may have a finish."""
         ...
 
     @property

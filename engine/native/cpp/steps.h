@@ -111,7 +111,7 @@ struct DraftedRow {
   int64_t num_stops;
 };
 
-// B sequences, and what becomes of them. The nodes of a step are packed, tree after tree.
+// The steps of B sequences, and their results. The nodes of a step are packed, tree after tree.
 struct DraftSteps {
   int64_t most, num_rows, most_nodes;  // steps; B; nodes of a step
   const DraftedRow* rows;              // [B]

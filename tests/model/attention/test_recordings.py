@@ -4,12 +4,12 @@ On a processor a replay runs the function itself, over the same buffers and with
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.attention.packing import pack
 from engine.attention.paged import graphs as recordings
@@ -176,7 +176,7 @@ def test_a_causal_mask_is_noticed(monkeypatch):
     table_of = table.table_of
 
     def causally(batch, *rest):
-        return table_of(replace(batch, segments=tuple(map(causal, batch.segments))), *rest)
+        return table_of(structs.replace(batch, segments=tuple(map(causal, batch.segments))), *rest)
 
     monkeypatch.setattr(recordings, "table_of", causally)
     assert texts(replayed(with_model("llama"))) != texts(with_model("llama"))

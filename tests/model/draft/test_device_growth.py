@@ -102,7 +102,7 @@ class Compared:
     @property
     def num_different(self) -> int:
         """Steps in which the trees differ. Passes may go on after all trees have ended."""
-        return sum(not is_same(replace(found, passes=expected.passes), expected) for found, expected in self.pairs)
+        return sum(not is_same(structs.replace(found, passes=expected.passes), expected) for found, expected in self.pairs)
 
 
 def compared(drafter: str, folder: Path, seed: int = 0) -> Compared:

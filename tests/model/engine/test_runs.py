@@ -246,6 +246,18 @@ def test_prefixes_of_runs_are_cached(monkeypatch):
     assert found[0][2] >= len(PROMPTS[1]) + 20
 
 
+@pytest.mark.parametrize("num_prompt", [1, 2, 65, 66])
+def test_scored_prompts_lose_no_token(num_prompt, monkeypatch):
+    """The last token of a prompt has no score. Where it is fed alone, nothing of its step is scored."""
+    sampling = SamplingParams(seed=1, max_tokens=20, ignore_eos=True, num_prompt_logprobs=0)
+    requests = [greedy("other", PROMPTS[0], max_tokens=60), Request("r", (5,) * num_prompt, sampling)]
+    single, runs = both(monkeypatch, 4, requests=requests)
+    assert outcomes(runs) == outcomes(single)
+    scores = [sum(len(event.prompt_logprobs) for event in one.outcomes["r"].events) for one in (single, runs)]
+    assert scores == [num_prompt - 1] * 2
+    assert longest(runs) > 1
+
+
 async def answers(most_steps: int, monkeypatch, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what a server answers to completions, all sent at the same time."""
     tokenizer = byte_level()

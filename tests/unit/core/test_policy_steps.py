@@ -142,7 +142,7 @@ def test_drafts_are_reused_for_their_steps():
 
 
 class ForgetsFeedback(PolicySteps):
-    def _observe(self, num_steps):
+    def _observe(self):
         self._unobserved.clear()
 
 

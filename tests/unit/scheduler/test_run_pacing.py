@@ -1,7 +1,10 @@
 """Steps in a row are bounded in time, by what steps with as many rows took, with drafts or without."""
 
+from typing import Any
+
 import pytest
 
+from engine.core.tree import PLAIN
 from engine.core.types import StepStats
 from engine.scheduler.run_pacing import LONGEST_RUN_S, RunPacing
 
@@ -14,12 +17,13 @@ def paced(*steps: StepStats) -> RunPacing:
 
 
 def step(num_rows: int, step_s: float, num_steps: int = 1, **given) -> StepStats:
-    counts = {"num_decoding_rows": num_rows, "num_target_tokens": num_rows * num_steps, "num_steps": num_steps, **given}
+    counts: dict[str, Any] = {"num_decoding_rows": num_rows, "num_target_tokens": num_rows * num_steps, "num_steps": num_steps}
+    counts |= {"expansions": {PLAIN.label: num_rows}, **given}
     return StepStats(1, num_rows, 0, 0, 9, step_s=step_s, **counts)
 
 
 def drafting(num_rows: int, step_s: float) -> StepStats:
-    return step(num_rows, step_s, num_target_tokens=num_rows + 9, num_drafts=1, num_draft_tokens=9)
+    return step(num_rows, step_s, num_target_tokens=num_rows + 9, num_draft_tokens=9, expansions={"noise_aware": num_rows})
 
 
 def most_of(pacing: RunPacing, num_rows: int, at_most: int = 100) -> tuple[int, int]:
