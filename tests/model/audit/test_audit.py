@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from msgspec import structs
 
 from engine.audit.collect import AuditRequestFailed, collect
 from engine.audit.examine import examine
@@ -284,7 +285,7 @@ def test_a_failed_request_fails_the_audit(monkeypatch):
     engine = tiny_engine(*pair("llama"), config=CONFIG)
     step = engine.step
     failed = (TokenEvent("audit-0", finish=FinishReason.ERROR, error="no memory"),)
-    monkeypatch.setattr(engine, "step", lambda: replace(step(), events=failed))
+    monkeypatch.setattr(engine, "step", lambda: structs.replace(step(), events=failed))
     plan = AuditPlan(PROMPTS, (Setting(SHARP, "traversal", DELAYED),), first_seed=7, num_samples=1)
     with pytest.raises(AuditRequestFailed, match="no memory"):
         collect(engine, plan)
