@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 from benchmarks.load import in_turns
 from engine.core.policy import FixedExpansion
@@ -89,7 +90,7 @@ class Noting(StepObserver):
 
 def test_a_request_that_fails_fails_the_benchmark(engine, monkeypatch):
     """The bug: a failed request was counted as one with few tokens."""
-    failed = replace(engine.step(), events=(TokenEvent("bench-0", finish=FinishReason.ERROR, error="out of memory"),))
+    failed = structs.replace(engine.step(), events=(TokenEvent("bench-0", finish=FinishReason.ERROR, error="out of memory"),))
     monkeypatch.setattr(engine, "step", lambda: failed)
     monkeypatch.setattr(engine, "add", lambda _: None)
     with pytest.raises(RequestFailed, match="bench-0: out of memory"):
