@@ -26,7 +26,7 @@ from engine.worker.client import WorkerClient
 from engine.worker.connection import WorkerConnection, WorkerDied
 from engine.worker.crash_dump import CrashDumps
 from engine.worker.engine_loop import EngineFactory, SteppedEngine
-from engine.worker.messages import Addresses, WorkerEvent
+from engine.worker.messages import Addresses
 from engine.worker.process import HEARTBEAT_S, ProcessLauncher, Worker
 from engine.worker.restart_limits import Supervision
 from engine.worker.step_log import StepNote
@@ -325,13 +325,13 @@ async def test_slow_event_loop_blames_no_request(clock: SkippingClock) -> None:
 
 async def test_judging_before_reading_the_mail_is_noticed(clock: SkippingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: a link that looks at the clock first and at its inbox afterwards."""
-    unread = WorkerConnection._unread
+    receive = WorkerConnection._receive
 
-    async def hasty(self: WorkerConnection, wait_s: float) -> list[WorkerEvent]:
+    def hasty(self: WorkerConnection) -> None:
         self._kill_if_silent()
-        return await unread(self, wait_s)
+        receive(self)
 
-    monkeypatch.setattr(WorkerConnection, "_unread", hasty)
+    monkeypatch.setattr(WorkerConnection, "_receive", hasty)
     with pytest.raises((AssertionError, EngineUnavailable)):
         await check_slow_event_loop_restarts_no_worker(worker_client(supervision=PATIENT), clock)
 
