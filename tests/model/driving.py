@@ -1,5 +1,6 @@
 """Runs an engine to the end of its work and collects what each request got."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -55,6 +56,20 @@ def run(engine: Engine, requests: Sequence[Request], after_step: Callable[[Engin
         after_step(engine)
     assert not engine.has_work
     assert all(session.outcomes[request.request_id].finish for request in requests)
+    return session
+
+
+def run_arriving(engine: Engine, requests: Sequence[Request], rng: random.Random, aborted: str) -> Session:
+    """Run requests that arrive a few at a time, and abort one of them at any time."""
+    session, waiting = Session(), [*requests]
+    while waiting or engine.has_work:
+        for _ in range(rng.randint(0, 2)):
+            if waiting:
+                engine.add(waiting.pop(0))
+        if rng.random() < 0.1:
+            engine.abort(aborted)
+        session.take(engine.step())
+        engine.check_integrity()
     return session
 
 

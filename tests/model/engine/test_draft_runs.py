@@ -22,7 +22,7 @@ from engine.native.draft_steps import DraftedRow
 from engine.scheduler.run_pacing import RunPacing
 from engine.scheduler.scheduler import MostSteps
 from tests.model.draft.test_native_growth import CRAMPED, LONG, ROOMY, are_same, crowd, engine_of, plain_texts
-from tests.model.driving import Session, greedy, run, sampled
+from tests.model.driving import Session, greedy, run, run_arriving, sampled
 from tests.needs import needs_library
 
 pytestmark = needs_library
@@ -168,16 +168,9 @@ def test_rows_join_and_leave_between_runs(monkeypatch):
     """Requests that arrive and are aborted at any time change no text of others."""
     expected = run(drafting(1, monkeypatch), REQUESTS).texts()
     for seed in range(4):
-        rng, engine, session = random.Random(seed), drafting(4, monkeypatch), Session()
-        waiting, aborted = [*REQUESTS], rng.choice(REQUESTS[:4]).request_id
-        while waiting or engine.has_work:
-            for _ in range(rng.randint(0, 2) if waiting else 0):
-                if waiting:
-                    engine.add(waiting.pop(0))
-            if rng.random() < 0.1:
-                engine.abort(aborted)
-            session.take(engine.step())
-            engine.check_integrity()
+        rng = random.Random(seed)
+        aborted = rng.choice(REQUESTS[:4]).request_id
+        session = run_arriving(drafting(4, monkeypatch), REQUESTS, rng, aborted)
         texts = session.texts()
         assert longest(session) > 1
         assert {name: text for name, text in texts.items() if name != aborted} == {

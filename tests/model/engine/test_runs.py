@@ -22,7 +22,7 @@ from engine.testing import tiny_engine, tiny_module
 from engine.verify import dispatch
 from engine.worker.inprocess import InProcessEngine
 from tests.api.harness import MODEL, in_process
-from tests.model.driving import Session, greedy, run, sampled
+from tests.model.driving import Session, greedy, run, run_arriving, sampled
 from tests.model.mixed import PROMPTS, mixed_requests
 from tests.model.native_models import native
 from tests.model.passes import CPU
@@ -118,16 +118,9 @@ def test_rows_join_and_leave_between_runs(monkeypatch):
     """Requests that arrive and are aborted at any time change no text of others."""
     expected = run(engine_of(1, monkeypatch), REQUESTS).texts()
     for seed in range(6):
-        rng, engine, session = random.Random(seed), engine_of(5, monkeypatch), Session()
-        waiting, aborted = [*REQUESTS], rng.choice(REQUESTS[:4]).request_id
-        while waiting or engine.has_work:
-            for _ in range(rng.randint(0, 2) if waiting else 0):
-                if waiting:
-                    engine.add(waiting.pop(0))
-            if rng.random() < 0.1:
-                engine.abort(aborted)
-            session.take(engine.step())
-            engine.check_integrity()
+        rng = random.Random(seed)
+        aborted = rng.choice(REQUESTS[:4]).request_id
+        session = run_arriving(engine_of(5, monkeypatch), REQUESTS, rng, aborted)
         texts = session.texts()
         assert longest(session) > 1
         assert {name: texts[name] for name in texts if name != aborted} == {
