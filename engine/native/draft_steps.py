@@ -37,8 +37,7 @@ class DraftSteps:
         self.growth, self.num_complete = growth, 0
         self.end = 1 + max(len(row.slots) for row in rows)  # of positions
         self._rows = rows
-        self._num_plain = sum(row.tree is None for row in rows)
-        self._most_nodes = growth.most_nodes + self._num_plain
+        self._most_nodes = growth.most_nodes + sum(row.tree is None for row in rows)
         structures = (library.DraftedRowStructure * len(rows))()
         self._stops = [array("q", row.stop_ids) for row in rows]
         for index, (row, stops) in enumerate(zip(rows, self._stops, strict=True)):
