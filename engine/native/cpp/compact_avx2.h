@@ -93,7 +93,7 @@ inline void tile_compact(const CompactRows& in, int64_t num_groups, int64_t t, c
   for (int64_t g = stretch.begin; g < stretch.end; g++, x += in.stride) {
     const char *record = block + g * kLines * kLine, *scales = record + (kLines - 4) * kLine;
     LATEBRANCH_UNROLLED_FOR (int line = 0; line < kShare; line++)
-      fetch<R == 1>(stretch.next + line * kLine);
+      stretch.fetch<R == 1>(line);
     stretch.next += kLines / 4 * stretch.step;
     LATEBRANCH_UNROLLED_FOR (int part = 0; part < kParts; part++) {
       __m256i dots[R];

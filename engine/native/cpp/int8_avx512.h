@@ -175,7 +175,7 @@ inline void part_by_tiles(const Linear& l, const RoundedRows& in, const float* s
     }
     if (part.is_first)
       for (int64_t i = 0; i < 64 * kBlock; i += kLine)
-        fetch<false>(w + i + kAhead);
+        _mm_prefetch(w + i + kAhead, _MM_HINT_T0);
   }
   alignas(64) int32_t sums[4][2 * kTileTokens][kLanes];
   _tile_stored(0, sums[0], 64);

@@ -78,10 +78,11 @@ constexpr int64_t kAhead = 4096;         // bytes between prefetch and use of we
 constexpr int64_t kCompactAhead = 8192;  // the same of compact layers, which only AVX-512 reads in one pass
 constexpr int64_t kStretch = 64;         // most widths of a block that stay in cache while all rows use them
 
-// Prefetch a line. `kOnce` bypasses the outer caches: for lines that are read once, or again very soon.
-template <bool kOnce>
-inline void fetch(const void* address) {
-  _mm_prefetch((const char*)address, kOnce ? _MM_HINT_NTA : _MM_HINT_T0);
+// Whether weights that one pass reads are fetched past the outer caches. AMD's processors are faster then. Intel's are much
+// slower: they drop lines before these are read.
+inline bool has_fetch_past_caches() {
+  static const bool has = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+  return has;
 }
 
 // A stretch of a block: widths [begin, end), or records of compact layers. While it is in use, the memory that is read
@@ -90,13 +91,24 @@ inline void fetch(const void* address) {
 struct Stretch {
   int64_t begin, end;
   const char* next;
-  int64_t step;  // bytes
+  int64_t step;          // bytes
+  bool may_pass_caches;  // has_fetch_past_caches()
+
+  // Fetch a line of the memory that is read next. `kOnce`: lines that are read once, or again very soon.
+  template <bool kOnce>
+  void fetch(int64_t line) const {
+    if (kOnce && may_pass_caches) {
+      _mm_prefetch(next + line * kLine, _MM_HINT_NTA);
+    } else {
+      _mm_prefetch(next + line * kLine, _MM_HINT_T0);
+    }
+  }
 
   // Fetch two lines, or four in a pass over all columns, which may be the only pass: at least a step.
   template <bool kAllColumns>
   void fetch_some() {
     for (int64_t line = 0; line < (kAllColumns ? 4 : 2); line++)
-      fetch<kAllColumns>(next + line * kLine);
+      fetch<kAllColumns>(line);
     next += step;
   }
 };
@@ -274,6 +286,7 @@ inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part,
   WholeSums whole[kPartRows];
   const int64_t unit = l.unit(), num_units = l.block_bytes() / unit, most = kStretch * kWidth / unit,
                 num_stretches = (num_units + most - 1) / most;
+  const bool may_pass_caches = has_fetch_past_caches();
   const int rows = part.is_first ? computed_rows(l, part.rows) : part.rows, passes = num_passes(l, rows);
   if (l.format == kInt8) {
     std::memset(whole, 0, rows * sizeof(WholeSums));
@@ -281,7 +294,7 @@ inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part,
     std::memset(y, 0, rows * kBlock * sizeof(float));
   }
   for (int64_t s = 0; s < num_stretches; s++) {
-    Stretch stretch{s * num_units / num_stretches, (s + 1) * num_units / num_stretches, block, 0};
+    Stretch stretch{s * num_units / num_stretches, (s + 1) * num_units / num_stretches, block, 0, may_pass_caches};
     const bool is_end = s + 1 == num_stretches;
     if (part.is_first && passes == 1) {
       stretch.next = block + stretch.begin * unit + (l.is_compact() ? kCompactAhead : kAhead);
