@@ -3,10 +3,11 @@
     git worktree add ../before COMMIT && make -C ../before install
     python -m benchmarks.load_checkouts ../before --config configs/default.yaml --set dtype=compact --batches 1 8 32 --rounds 5
 
-Each checkout has one process, which imports that checkout's code. It holds two engines over the same weights: the adaptive policy
-and plain decoding. Only one engine steps at a time. The next one is always the one that has generated the fewest tokens, so that
-machine noise affects all of them alike. `--head FILE` drafts from that head and from cached text. Without it the configuration's
-own drafter is used. `--useless` shuffles the weights of the head: the ratio to plain decoding then shows what the policy costs.
+Each checkout has one process, which runs that checkout's code and its copy of this file. It holds two engines over the same
+weights: the adaptive policy and plain decoding. Only one engine steps at a time. The next one is always the one that has
+generated the fewest tokens, so that machine noise affects all of them alike. `--head FILE` drafts from that head and from cached
+text. Without it the configuration's own drafter is used. `--useless` shuffles the weights of the head: the ratio to plain
+decoding then shows what the policy costs.
 
 Figures come from steps that decode a whole batch and feed no prompt. Ratios are taken within a round, and the table has medians
 over rounds. "plain here/before" compares plain decoding in the two processes: its distance from 1 is a difference that the
@@ -66,13 +67,14 @@ Cell = Sequence[Mapping[str, Figures]]  # by checkout, then by contender
 
 
 class CheckoutProcess:
-    """A process that runs a checkout's own copy of this file, else this file, and computes only on request."""
+    """A process that runs a checkout's own copy of this file, whose imports fit the checkout, and computes only on request."""
 
     def __init__(self, checkout: Path, options: str) -> None:
         self.checkout = checkout
         python = checkout / ".venv/bin/python"
-        own = checkout / "benchmarks/load_checkouts.py"  # its imports fit the checkout
-        script = own if own.exists() else Path(__file__).resolve()
+        script = checkout / "benchmarks/load_checkouts.py"
+        if not script.exists():
+            raise SystemExit(f"{script} does not exist; take it from the first commit that has it")
         # -P: the folder of this file must not be on the path, which begins with the checkout.
         command = [str(python if python.exists() else sys.executable), "-P", str(script), _MEASURE, options]
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
