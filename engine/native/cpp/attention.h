@@ -64,6 +64,7 @@ template <typename Number>
 struct FloatTerms {
   using Cached = Number;
   static constexpr int64_t kNumbers = 1;
+  static constexpr int kParts = 1;
   static constexpr float kPowers[] = {1.53533616e-4f, 1.33988745e-3f, 9.61843736e-3f,  // 2^r to 2^-28
                                       5.55033247e-2f, 2.40226479e-1f, 6.93147203e-1f};
 
@@ -84,6 +85,7 @@ template <bool kHardware>
 struct PairTerms {
   using Cached = Half;
   static constexpr int64_t kNumbers = 2;
+  static constexpr int kParts = kHardware ? 1 : 2;  // of a term in lanes: odd numbers apart, then even ones, as floats
   static constexpr float kPowers[] = {9.58285246e-3f, 5.59064255e-2f, 2.40240986e-1f, 6.93124193e-1f};  // to 2^-18
 
   static Floats of_row(const Half* row, int64_t i, const Left& left) {
@@ -373,16 +375,22 @@ class Attention {
     }
   };
 
-  // values_ [terms, stride] = terms of `count` values.
-  template <typename Terms>
+  // values_ [terms, parts, stride] = terms of `count` values.
+  template <typename Terms, int kParts = 1>
   void keep_values(const Rows<typename Terms::Cached> values, int64_t k, int64_t count, int64_t stride) {
     const int64_t size = values.size;
     for (int64_t i = 0; i < count; i += Terms::kNumbers) {
       const auto *first = values[k + i], *second = i + 1 < count ? values[k + i + 1] : nullptr;
-      float* to = values_.data() + i / Terms::kNumbers * stride;
+      float* to = values_.data() + i / Terms::kNumbers * kParts * stride;
       for (int64_t d = 0; d < size; d += kRegister) {
         const Mask m = lanes_left(size - d);
-        store_register(to + d, m, Terms::of_values(m, first + d, second ? second + d : nullptr));
+        const Register terms = Terms::of_values(m, first + d, second ? second + d : nullptr);
+        if constexpr (kParts == 1) {
+          store_register(to + d, m, terms);
+        } else {
+          store_register(to + d, m, odd_of(terms));
+          store_register(to + stride + d, m, even_of(terms));
+        }
       }
     }
   }
@@ -569,12 +577,32 @@ class Attention {
     int64_t num_common, num_keys;  // that all rows see, and that any row sees
   };
 
+  // Store the parts of terms, which are multiplied one after the other.
+  template <typename Terms, typename Vector>
+  static void store_parts(float* to, int64_t stride, Vector terms) {
+    if constexpr (Terms::kParts == 1) {
+      store(to, terms);
+    } else {
+      store(to, odd_of(terms));
+      store(to + stride, even_of(terms));
+    }
+  }
+
+  template <typename Terms>
+  static void add_part(Register& sum, Register a, Register b) {
+    if constexpr (Terms::kParts == 1) {
+      Terms::add(sum, a, b);
+    } else {
+      add_product(sum, a, b);
+    }
+  }
+
   // Keys are processed 64 at a time, which are converted once for all rows.
   template <typename Terms>
   void run_in_lanes(const Task<Terms>& task) {
     set_rows(task);
     const int64_t padded = padded_ = (task.size + kStride - 1) / kStride * kStride, num_rows = rows_.size();
-    key_stride_ = task.num_terms + kLanes;
+    key_stride_ = (task.num_terms + kLanes) * Terms::kParts;
     grow(block_, key_stride_ * num_rows);
     grow(values_, padded * kMostKeys);
     grow(keys_, key_stride_ * kMostKeys);
@@ -593,7 +621,7 @@ class Attention {
         task.keys.template fetch<_MM_HINT_T0>(i);
         task.values.template fetch<_MM_HINT_T0>(i);
       }
-      keep_values<Terms>(task.values, k, count, padded);
+      keep_values<Terms, Terms::kParts>(task.values, k, count, padded);
       for (int64_t i = 0; i < kMostKeys; i++)
         key_rows_[i] = key_terms(task, k + std::min(i, count - 1), i);
       for (const RowGroup& group : groups_)
@@ -639,7 +667,7 @@ class Attention {
   template <typename Terms, int V>
   void add_keys(const RowGroup& group, int64_t terms, int64_t k, int64_t count) {
     constexpr int64_t kRows = V * kLanes;
-    alignas(64) float scores[kMostKeys][kRows], weights[kMostKeys / Terms::kNumbers][kRows];
+    alignas(64) float scores[kMostKeys][kRows], weights[kMostKeys / Terms::kNumbers * Terms::kParts][kRows];
     const Row* rows = &rows_[group.first];
     float *totals = &totals_[group.first * kLanes], *sums = &sums_[group.first * padded_];
     for (int64_t j = 0; j < count; j += kKeysAtOnce)
@@ -679,7 +707,7 @@ class Attention {
     }
   }
 
-  // block_ [terms, V, 16] of a group = terms of queries.
+  // block_ [terms, parts, V, 16] of a group = terms of queries.
   template <int V, typename Terms>
   void set_queries(const Task<Terms>& task, const RowGroup& group) {
     float* to = &block_[group.first * key_stride_];
@@ -691,7 +719,7 @@ class Attention {
           r[t] = Terms::of_query(rows_[group.first + v * kLanes + t].query, i, left, query_scaling(task.heads));
         latebranch::transpose(r);
         for (int64_t j = 0; j < kLanes; j++)
-          store(to + ((i + j) * V + v) * kLanes, r[j]);
+          store_parts<Terms>(to + ((i + j) * Terms::kParts * V + v) * kLanes, V * kLanes, r[j]);
       }
   }
 
@@ -737,14 +765,14 @@ class Attention {
     return larger(larger(even, odd), load(scores + (count - 1) * V * kLanes));
   }
 
-  // Terms of weights [count, V, 16] of scores; adds the weights to totals [16, V, 16].
+  // Terms of weights [terms, parts, V, 16] of scores; adds the weights to totals [16, V, 16].
   template <typename Terms, int V>
   __attribute__((noinline)) static void weigh(const float* scores, int64_t count, const Floats top, float* totals,
                                               float* weights) {
-    constexpr int64_t kNumbers = Terms::kNumbers, kRows = V * kLanes;
+    constexpr int64_t kNumbers = Terms::kNumbers, kRows = V * kLanes, kTerm = Terms::kParts * kRows;
     int64_t k = 0;
     for (; k + 2 * kLanes <= count; k += 2 * kLanes, scores += 2 * kLanes * kRows) {
-      float* to = weights + k / kNumbers * kRows;
+      float* to = weights + k / kNumbers * kTerm;
       for (int64_t i = 0; i < kLanes; i += kNumbers) {
         Floats low[kNumbers], high[kNumbers];
         LATEBRANCH_UNROLLED_FOR (int j = 0; j < kNumbers; j++) {
@@ -752,8 +780,8 @@ class Attention {
           high[j] = weights_of<Terms>(load(scores + (i + j + kLanes) * kRows), top);
           store(totals + (i + j) * kRows, load(totals + (i + j) * kRows) + low[j] + high[j]);
         }
-        store(to + i / kNumbers * kRows, Terms::joined(low[0], low[kNumbers - 1]));
-        store(to + (i + kLanes) / kNumbers * kRows, Terms::joined(high[0], high[kNumbers - 1]));
+        store_parts<Terms>(to + i / kNumbers * kTerm, kRows, Terms::joined(low[0], low[kNumbers - 1]));
+        store_parts<Terms>(to + (i + kLanes) / kNumbers * kTerm, kRows, Terms::joined(high[0], high[kNumbers - 1]));
       }
     }
     scores -= k * kRows;
@@ -764,11 +792,11 @@ class Attention {
         some[j - i] = weights_of<Terms>(load(scores + j * kRows), top);
         store(total, load(total) + some[j - i]);
       }
-      store(weights + i / kNumbers * kRows, Terms::joined(some[0], some[1]));
+      store_parts<Terms>(weights + i / kNumbers * kTerm, kRows, Terms::joined(some[0], some[1]));
     }
   }
 
-  // Terms of a key: the cached numbers themselves, or row i of keys_.
+  // Terms of a key: the cached numbers themselves, or row i of keys_ [keys, parts, terms and a vector].
   template <typename Terms>
   const float* key_terms(const Task<Terms>& task, int64_t k, int64_t i) {
     if constexpr (std::is_same_v<typename Terms::Cached, float>) {
@@ -777,7 +805,7 @@ class Attention {
       float* to = keys_.data() + i * key_stride_;
       const auto* row = task.keys[k];
       for (int64_t j = 0, terms = task.num_terms, size = task.size; j < terms; j += kLanes)
-        store(to + j, Terms::of_row(row, j, Left(size, j * Terms::kNumbers)));
+        store_parts<Terms>(to + j, terms + kLanes, Terms::of_row(row, j, Left(size, j * Terms::kNumbers)));
       return to;
     }
   }
@@ -796,14 +824,15 @@ class Attention {
           sum[0][i][v] = sum[1][i][v] = register_of(0.0f);
       const float* query = queries + part;
       for (int64_t t = 0; t < terms; t += 2)
-        LATEBRANCH_UNROLLED_FOR (int odd = 0; odd < 2; odd++, query += V * kLanes) {
+        LATEBRANCH_UNROLLED_FOR (int place = 0; place < 2 * Terms::kParts; place++, query += V * kLanes) {
+          const int odd = place / Terms::kParts;
           Register q[V];
           LATEBRANCH_UNROLLED_FOR (int v = 0; v < V; v++)
             q[v] = load_register(query + v * kRegister);
           LATEBRANCH_UNROLLED_FOR (int i = 0; i < kKeysAtOnce; i++) {
-            const Register key = register_of(row[i][t + odd]);
+            const Register key = register_of(row[i][place % Terms::kParts * (terms + kLanes) + t + odd]);
             LATEBRANCH_UNROLLED_FOR (int v = 0; v < V; v++)
-              Terms::add(sum[odd][i][v], q[v], key);
+              add_part<Terms>(sum[odd][i][v], q[v], key);
           }
         }
       LATEBRANCH_UNROLLED_FOR (int i = 0; i < kKeysAtOnce; i++)
@@ -823,12 +852,12 @@ class Attention {
       gather_terms<Terms, kRowsAtOnce>(values_.data() + d, padded_, common, false, weights, stride, sums + d);
     for (int64_t r = 0; r < kRowsAtOnce; r++)
       for (int64_t d = 0; common * kNumbers < seen(r) && d < padded_; d += kStride)
-        gather_terms<Terms, 1>(values_.data() + common * padded_ + d, padded_,
+        gather_terms<Terms, 1>(values_.data() + common * Terms::kParts * padded_ + d, padded_,
                                (seen(r) + kNumbers - 1) / kNumbers - common, seen(r) % kNumbers != 0,
-                               weights + common * stride + r, stride, sums + r * padded_ + d);
+                               weights + common * Terms::kParts * stride + r, stride, sums + r * padded_ + d);
   }
 
-  // Add `count` weighted terms of values [terms, padded] to sums [R, padded]. `is_half`: the last term has one key.
+  // Add `count` weighted terms of values [terms, parts, padded] to sums [R, padded]. `is_half`: the last term has one key.
   template <typename Terms, int R>
   __attribute__((noinline)) static void gather_terms(const float* values, int64_t padded, int64_t count, bool is_half,
                                                      const float* weights, int64_t stride, float* sums) {
@@ -836,20 +865,25 @@ class Attention {
     LATEBRANCH_UNROLLED_FOR (int r = 0; r < R; r++)
       LATEBRANCH_UNROLLED_FOR (int v = 0; v < kValuesAtOnce; v++)
         sum[r][v] = load_register(sums + r * padded + v * kRegister);
-    for (int64_t i = 0; i < count - is_half; i++, values += padded, weights += stride) {
+    for (int64_t i = 0; i < (count - is_half) * Terms::kParts; i++, values += padded, weights += stride) {
       Register value[kValuesAtOnce];
       LATEBRANCH_UNROLLED_FOR (int v = 0; v < kValuesAtOnce; v++)
         value[v] = load_register(values + v * kRegister);
       LATEBRANCH_UNROLLED_FOR (int r = 0; r < R; r++) {
         const Register weight = register_of(weights[r]);
         LATEBRANCH_UNROLLED_FOR (int v = 0; v < kValuesAtOnce; v++)
-          Terms::add(sum[r][v], value[v], weight);
+          add_part<Terms>(sum[r][v], value[v], weight);
       }
     }
-    if (is_half)
+    if (is_half) {
+      constexpr int kLast = Terms::kParts - 1;  // the part of the even numbers
       LATEBRANCH_UNROLLED_FOR (int r = 0; r < R; r++)
-        LATEBRANCH_UNROLLED_FOR (int v = 0; v < kValuesAtOnce; v++)
-          Terms::add(sum[r][v], Terms::first_alone(load_register(values + v * kRegister)), register_of(weights[r]));
+        LATEBRANCH_UNROLLED_FOR (int v = 0; v < kValuesAtOnce; v++) {
+          const Register value = load_register(values + kLast * padded + v * kRegister);
+          add_part<Terms>(sum[r][v], kLast ? value : Terms::first_alone(value),
+                          register_of(weights[kLast * stride + r]));
+        }
+    }
     LATEBRANCH_UNROLLED_FOR (int r = 0; r < R; r++)
       LATEBRANCH_UNROLLED_FOR (int v = 0; v < kValuesAtOnce; v++)
         store_register(sums + r * padded + v * kRegister, sum[r][v]);

@@ -281,12 +281,19 @@ inline Floats joined_pairs(Floats even, Floats odd) {
   return {joined_pairs<kHardware>(even.low, odd.low), joined_pairs<kHardware>(even.high, odd.high)};
 }
 
+inline Register odd_of(Register pairs) {
+  return _mm256_and_ps(pairs, _mm256_castsi256_ps(_mm256_set1_epi32((int)0xFFFF0000)));
+}
+inline Register even_of(Register pairs) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16));
+}
+inline Floats odd_of(Floats pairs) { return {odd_of(pairs.low), odd_of(pairs.high)}; }
+inline Floats even_of(Floats pairs) { return {even_of(pairs.low), even_of(pairs.high)}; }
+
 template <bool kHardware>
 inline void add_pair_products(Register& sum, Register a, Register b) {
-  const __m256 high = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xFFFF0000));
-  const __m256i x = _mm256_castps_si256(a), y = _mm256_castps_si256(b);
-  sum = fused(_mm256_and_ps(a, high), _mm256_and_ps(b, high), sum);
-  sum = fused(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), sum);
+  add_product(sum, odd_of(a), odd_of(b));
+  add_product(sum, even_of(a), even_of(b));
 }
 
 inline Register even_alone(Register pairs) {

@@ -158,6 +158,14 @@ inline Register joined_pairs(Register even, Register odd) {
       _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(nearest_halves(even), 16), nearest_halves(odd)));
 }
 
+// The odd or the even numbers of pairs.
+inline Register odd_of(Register pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs), spread32((int)0xFFFF0000)));
+}
+inline Register even_of(Register pairs) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
+}
+
 // sum += products of the odd numbers, then of the even numbers.
 template <bool kHardware>
 inline void add_pair_products(Register& sum, Register a, Register b) {
@@ -165,9 +173,8 @@ inline void add_pair_products(Register& sum, Register a, Register b) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
     return;
   }
-  const __m512i high = spread32((int)0xFFFF0000), x = _mm512_castps_si512(a), y = _mm512_castps_si512(b);
-  add_product(sum, _mm512_castsi512_ps(_mm512_and_si512(x, high)), _mm512_castsi512_ps(_mm512_and_si512(y, high)));
-  add_product(sum, _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)));
+  add_product(sum, odd_of(a), odd_of(b));
+  add_product(sum, even_of(a), even_of(b));
 }
 
 inline Register even_alone(Register pairs) {
