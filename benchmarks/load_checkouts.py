@@ -3,8 +3,8 @@
     git worktree add ../before COMMIT && make -C ../before install
     python -m benchmarks.load_checkouts ../before --config configs/default.yaml --set dtype=compact --batches 1 8 32 --rounds 5
 
-Each checkout has one process, which runs that checkout's code and its copy of this file. It holds two engines over the same
-weights: the adaptive policy and plain decoding. Only one engine steps at a time. The next one is always the one that has
+Each checkout has one process, which runs that checkout's code and its own copy of this file. It holds two engines over the
+same weights: the adaptive policy and plain decoding. Only one engine steps at a time. The next one is always the one that has
 generated the fewest tokens, so that machine noise affects all of them alike. `--head FILE` drafts from that head and from cached
 text. Without it the configuration's own drafter is used. `--useless` shuffles the weights of the head: the ratio to plain
 decoding then shows what the policy costs.
@@ -74,7 +74,9 @@ class CheckoutProcess:
         python = checkout / ".venv/bin/python"
         script = checkout / "benchmarks/load_checkouts.py"
         if not script.exists():
-            raise SystemExit(f"{script} does not exist; take it from the first commit that has it")
+            raise SystemExit(
+                f"{script} does not exist; copy a version whose imports fit: git show 0fac7f01:benchmarks/load_checkouts.py"
+            )
         # -P: the folder of this file must not be on the path, which begins with the checkout.
         command = [str(python if python.exists() else sys.executable), "-P", str(script), _MEASURE, options]
         environment = {**os.environ, "PYTHONPATH": str(checkout)}

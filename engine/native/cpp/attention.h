@@ -85,7 +85,7 @@ template <bool kHardware>
 struct PairTerms {
   using Cached = Half;
   static constexpr int64_t kNumbers = 2;
-  static constexpr int kParts = kHardware ? 1 : 2;  // of a term in lanes: odd numbers apart, then even ones, as floats
+  static constexpr int kParts = kHardware ? 1 : 2;  // of a term in lanes: its odd and its even number, as floats
   static constexpr float kPowers[] = {9.58285246e-3f, 5.59064255e-2f, 2.40240986e-1f, 6.93124193e-1f};  // to 2^-18
 
   static Floats of_row(const Half* row, int64_t i, const Left& left) {
@@ -796,7 +796,7 @@ class Attention {
     }
   }
 
-  // Terms of a key: the cached numbers themselves, or row i of keys_ [keys, parts, terms and a vector].
+  // Terms of a key: the cached numbers themselves, or row i of keys_ [keys, parts, num_terms + 16].
   template <typename Terms>
   const float* key_terms(const Task<Terms>& task, int64_t k, int64_t i) {
     if constexpr (std::is_same_v<typename Terms::Cached, float>) {
@@ -857,7 +857,8 @@ class Attention {
                                weights + common * Terms::kParts * stride + r, stride, sums + r * padded_ + d);
   }
 
-  // Add `count` weighted terms of values [terms, parts, padded] to sums [R, padded]. `is_half`: the last term has one key.
+  // Add `count` weighted terms of values [terms, parts, padded] to sums [R, padded]. `is_half`: the last term has one
+  // key.
   template <typename Terms, int R>
   __attribute__((noinline)) static void gather_terms(const float* values, int64_t padded, int64_t count, bool is_half,
                                                      const float* weights, int64_t stride, float* sums) {
@@ -890,7 +891,7 @@ class Attention {
   }
 
   int64_t width_ = 0;                    // of a query's scores
-  int64_t padded_ = 0, key_stride_ = 0;  // numbers of a kept value, and of a kept key
+  int64_t padded_ = 0, key_stride_ = 0;  // floats of a part of a kept value, and of a kept key
   const float* key_rows_[kMostKeys] = {};
   std::vector<float> scores_, block_, keys_, values_, query_terms_, shares_, sums_, totals_, tops_;
   std::vector<Row> rows_;

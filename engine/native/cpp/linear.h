@@ -78,9 +78,9 @@ constexpr int64_t kAhead = 4096;         // bytes between prefetch and use of we
 constexpr int64_t kCompactAhead = 8192;  // the same of compact layers, which only AVX-512 reads in one pass
 constexpr int64_t kStretch = 64;         // most widths of a block that stay in cache while all rows use them
 
-// Whether weights that one pass reads are fetched past the outer caches. AMD's processors are faster then. Intel's are much
-// slower: they drop lines before these are read.
-inline bool has_fetch_past_caches() {
+// Whether weights that one pass reads are best prefetched past the outer caches: on AMD's processors. A Cascade Lake
+// evicts such lines before they are read, so no other processor does it.
+inline bool fetches_past_caches() {
   static const bool has = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
   return has;
 }
@@ -92,11 +92,11 @@ struct Stretch {
   int64_t begin, end;
   const char* next;
   int64_t step;          // bytes
-  bool may_pass_caches;  // has_fetch_past_caches()
+  bool may_pass_caches;  // fetches_past_caches()
 
   // Fetch a line of the memory that is read next. `kOnce`: lines that are read once, or again very soon.
   template <bool kOnce>
-  void fetch(int64_t line) const {
+  LATEBRANCH_INLINE void fetch(int64_t line) const {
     if (kOnce && may_pass_caches) {
       _mm_prefetch(next + line * kLine, _MM_HINT_NTA);
     } else {
@@ -286,7 +286,7 @@ inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part,
   WholeSums whole[kPartRows];
   const int64_t unit = l.unit(), num_units = l.block_bytes() / unit, most = kStretch * kWidth / unit,
                 num_stretches = (num_units + most - 1) / most;
-  const bool may_pass_caches = has_fetch_past_caches();
+  const bool may_pass_caches = fetches_past_caches();
   const int rows = part.is_first ? computed_rows(l, part.rows) : part.rows, passes = num_passes(l, rows);
   if (l.format == kInt8) {
     std::memset(whole, 0, rows * sizeof(WholeSums));
