@@ -375,6 +375,17 @@ class Attention {
     }
   };
 
+  // Call use(part, numbers) for the parts of terms, which are multiplied one after the other.
+  template <int kParts, typename Vector, typename Use>
+  static void each_part(Vector terms, const Use& use) {
+    if constexpr (kParts == 1) {
+      use(0, terms);
+    } else {
+      use(0, odd_of(terms));
+      use(1, even_of(terms));
+    }
+  }
+
   // values_ [terms, parts, stride] = terms of `count` values.
   template <typename Terms, int kParts = 1>
   void keep_values(const Rows<typename Terms::Cached> values, int64_t k, int64_t count, int64_t stride) {
@@ -384,13 +395,8 @@ class Attention {
       float* to = values_.data() + i / Terms::kNumbers * kParts * stride;
       for (int64_t d = 0; d < size; d += kRegister) {
         const Mask m = lanes_left(size - d);
-        const Register terms = Terms::of_values(m, first + d, second ? second + d : nullptr);
-        if constexpr (kParts == 1) {
-          store_register(to + d, m, terms);
-        } else {
-          store_register(to + d, m, odd_of(terms));
-          store_register(to + stride + d, m, even_of(terms));
-        }
+        each_part<kParts>(Terms::of_values(m, first + d, second ? second + d : nullptr),
+                          [&](int64_t part, Register v) { store_register(to + part * stride + d, m, v); });
       }
     }
   }
@@ -577,15 +583,9 @@ class Attention {
     int64_t num_common, num_keys;  // that all rows see, and that any row sees
   };
 
-  // Store the parts of terms, which are multiplied one after the other.
-  template <typename Terms, typename Vector>
-  static void store_parts(float* to, int64_t stride, Vector terms) {
-    if constexpr (Terms::kParts == 1) {
-      store(to, terms);
-    } else {
-      store(to, odd_of(terms));
-      store(to + stride, even_of(terms));
-    }
+  template <typename Terms>
+  static void store_parts(float* to, int64_t stride, Floats terms) {
+    each_part<Terms::kParts>(terms, [&](int64_t part, Floats v) { store(to + part * stride, v); });
   }
 
   template <typename Terms>

@@ -81,8 +81,8 @@ constexpr int64_t kStretch = 64;         // most widths of a block that stay in 
 // Whether weights that one pass reads are best prefetched past the outer caches: on AMD's processors. A Cascade Lake
 // evicts such lines before they are read, so no other processor does it.
 inline bool fetches_past_caches() {
-  static const bool has = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-  return has;
+  static const bool is_amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+  return is_amd;
 }
 
 // A stretch of a block: widths [begin, end), or records of compact layers. While it is in use, the memory that is read
