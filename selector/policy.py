@@ -33,11 +33,11 @@ class _PolicyBatch:
     load: BatchLoad
 
     def probes_for(self, rows: Sequence[int], places: Sequence[int]) -> list[int]:
-        """Return the entries with which these sequences may be probed instead of their own."""
+        """Return the entries with which these sequences may be probed: larger ones than their own."""
         entries = self.menu.informative if places[rows[0]] else self.menu.drafting
-        chosen = {places[row] for row in rows}
+        largest = max([places[row] for row in rows])
         limits = [] if self.is_allowed is None else [self.is_allowed[row] for row in rows]
-        return [entry for entry in entries if entry not in chosen and all(is_allowed[entry] for is_allowed in limits)]
+        return [entry for entry in entries if entry > largest and all(is_allowed[entry] for is_allowed in limits)]
 
 
 class AdaptiveExpansion:
@@ -120,7 +120,7 @@ class AdaptiveExpansion:
     def _probe(self, batch: _PolicyBatch, search: Search, best: Step) -> tuple[Step | None, int]:
         """Return the step with a probe of the sequences that are due, or None, and the steps for which the choice is reused.
 
-        Plain sequences get the tree with the least loss, drafting sequences the deepest affordable tree. If a probe of all that
+        Plain sequences get the tree with the least loss, drafting sequences the deepest affordable one. If a probe of all that
         are due is too expensive, only the first is probed. Without a probe, plain decoding is reused until the next one.
         """
         places = best.places

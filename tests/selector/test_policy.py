@@ -21,7 +21,7 @@ from selector.acceptance import CountedAcceptance, Estimates
 from selector.cost import CostModel
 from selector.guard import GuardedPolicy
 from selector.menu import Menu, menu_for_all
-from selector.policy import AdaptiveExpansion
+from selector.policy import AdaptiveExpansion, _PolicyBatch
 from selector.probes import REUSED_STEPS, Probes
 from selector.search import Search
 from tests.selector import scores
@@ -140,7 +140,15 @@ def test_choosing_each_step_would_flap(monkeypatch):
 
 
 def test_wrong_profile_is_found_out():
-    assert min(scores.wrong_profile().values()) > 0.94
+    assert min(scores.wrong_profile().values()) > 0.96
+
+
+def test_probes_of_smaller_trees_are_detected(monkeypatch):
+    def others(batch, rows, places):
+        return [entry for entry in batch.menu.informative if entry not in {places[row] for row in rows}]
+
+    monkeypatch.setattr(_PolicyBatch, "probes_for", others)
+    assert min(scores.wrong_profile().values()) < 0.96
 
 
 @pytest.mark.parametrize(("where", "name", "value"), [(Probes, "is_full", False), (CostModel, "observe", lambda *_: None)])
