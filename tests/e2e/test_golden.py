@@ -1,5 +1,6 @@
 """Greedy text on the presets' real weights is `transformers.generate`'s, token for token, in float32 on the CPU.
 
+Gemma's linear layers are torch's, those of the other presets what a server would take: the native library's if it runs here.
 Each preset runs alone and in a batch of eight mixed requests (with sampled neighbours, in chunks), over six expansions. The
 mutant at the end takes the extra token from the root and must fail. `pytest --golden-tokens 64` compares longer texts.
 """
@@ -23,6 +24,7 @@ from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
 from engine.kv_cache.kv_cache import KVCache
 from engine.model.causal_lm import CausalModel, load_model
+from engine.model.linear_backends import fastest_linears, torch_linears
 from engine.model.target import Target
 from engine.verify.dispatch import Judge
 from engine.verify.verdict import Verdict
@@ -77,13 +79,14 @@ def _golden(preset: str, num_prompts: int, num_tokens: int) -> Golden:
     tokenizer = AutoTokenizer.from_pretrained(resolve(preset).folder)
     prompts = [tuple(tokenizer(text)["input_ids"]) for text in PROMPTS[:num_prompts]]
     texts = _generated(preset, prompts, num_tokens)
-    model = load_model(resolve(preset).folder, "float32", CPU, "packed")
+    linears = torch_linears(CPU) if preset == "gemma3-270m" else fastest_linears(CPU)
+    model = load_model(resolve(preset).folder, "float32", CPU, linears)
     target = Target(model, SLOTS.num_slots)
     drafters: list[Drafter] = [TextDrafter(model.vocab_size, CPU)]
     if preset == "smollm2-135m":
         drafters.append(early_exit_drafter(model, target.cache, Lens.load(SHIPPED_DRAFTERS / "smollm2-135m-lens.safetensors")))
     if preset == "qwen2.5-coder-1.5b":
-        draft = load_model(resolve("qwen2.5-coder-0.5b").folder, "float32", CPU, "packed")
+        draft = load_model(resolve("qwen2.5-coder-0.5b").folder, "float32", CPU, linears)
         drafters = [ModelDrafter("0.5b", draft, KVCache(SLOTS.num_slots, CPU), Feeding.OWN_CACHE)]
     return Golden(model, target, tuple(drafters), tuple(prompts), tuple(texts))
 
