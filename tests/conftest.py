@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
 from tests.scheduling import GroupScheduling
-from tests.typechecking import install_shape_checks
+from tests.typechecking import check_anew, install_shape_checks
 
 # The modules that hold tensors. The records of the others are built inside hypothesis strategies, where the random choices by
 # which beartype looks into containers are not welcome.
@@ -40,6 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest where several processes run, so that none is left with it at the end."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_runtest_call() -> None:
+    """Check shapes in each test."""
+    check_anew()
 
 
 @pytest.hookimpl(optionalhook=True)
