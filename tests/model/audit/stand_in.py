@@ -4,8 +4,9 @@ import contextlib
 import json
 import random
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -24,7 +25,10 @@ class Busy(str):
     """A refusal for so many seconds."""
 
 
-_rows: dict[PreTrainedModel, dict[tuple[int, ...], Tensor]] = defaultdict(dict)  # of all stand-ins: logits after a text
+@cache
+@torch.inference_mode()
+def _logits_after(ids: tuple[int, ...], module: PreTrainedModel) -> Tensor:
+    return torch.as_tensor(module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double())
 
 
 class StandIn:
@@ -34,7 +38,6 @@ class StandIn:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._module = module
-        self._rows = _rows[module]
         self._lock = threading.Lock()
         self._num_unseeded = 0
 
@@ -79,10 +82,7 @@ class StandIn:
 
     def row(self, ids: tuple[int, ...]) -> Tensor:
         """Return the logits after a text."""
-        if ids not in self._rows:
-            with torch.inference_mode():
-                self._rows[ids] = self._module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
-        return self._rows[ids]
+        return _logits_after(ids, self._module)
 
     def probs(self, row_V: Tensor, body: dict[str, Any], prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
         """Return the distribution of the next token."""

@@ -1,5 +1,6 @@
 """The checks under which the suite runs the engine see a wrong shape: in one argument, between two, in a result, in a field."""
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from engine.attention.packing import Group
 from engine.kv_cache.kv_cache import KVCache
 from engine.sampling.distributions import warped_probs
-from tests.typechecking import checked
+from tests.typechecking import CHECKED_CALLS, check_anew, checked
 
 
 def biased(logits_NV: Float[Tensor, "N V"], bias_V: Float[Tensor, " V"], width: int) -> Float[Tensor, "N V"]:
@@ -46,3 +47,22 @@ def test_matching_call_passes():
 def test_mismatched_call_is_refused(call: Callable[[], object]):
     with pytest.raises(BeartypeCallHintViolation):
         call()
+
+
+def test_first_calls_of_each_test_are_checked():
+    call = checked(biased)
+    for _ in range(CHECKED_CALLS):
+        call(torch.zeros(2, 3), torch.zeros(3), 3)
+    call(torch.zeros(2, 3), torch.zeros(4), 3)
+    check_anew()
+    with pytest.raises(BeartypeCallHintViolation):
+        call(torch.zeros(2, 3), torch.zeros(4), 3)
+
+
+def test_items_are_drawn_from_no_shared_generator():
+    def first(numbers: list[int], row_V: Float[Tensor, " V"]) -> int:
+        return numbers[0]
+
+    state = random.getstate()
+    assert checked(first)([1, 2, 3], torch.zeros(2)) == 1
+    assert random.getstate() == state
