@@ -2,7 +2,7 @@
 
 jaxtyping's own wrapper binds the arguments of each call and has them checked twice, which took two thirds of the tests' time.
 Here they are checked once, and only a signature that names shapes gets the memory in which axes are compared. In each test the
-first calls of a function are checked (`check_anew`): checking all of them took a quarter of the processor time of tests of the engine.
+first calls of a function are checked (`check_anew`): checking all of them took a quarter of the engine tests' processor time.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ _CHECK = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is accepted
 _scope = jaxtyping.jaxtyped
 CHECKED_CALLS = 16  # of each function in each test
 _unchecked: list[int] = []  # number of calls that are still to be checked, of each function
-# Which item of a container is checked is drawn at random. Drawn in an engine's thread from what `random` shares, it fails a property
-# whose strategy is drawn meanwhile: hypothesis forbids strategies to touch that.
+# Which item of a container is checked is drawn at random. Drawn from the state that all threads share, it fails a property whose
+# strategy another thread draws meanwhile: hypothesis forbids strategies to touch that state.
 vars(codemain)["getrandbits"] = random.Random(0).getrandbits
 
 
