@@ -98,11 +98,15 @@ def rendered(
     template: str,
     conversation: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
+    /,
     *,
     add_generation_prompt: bool,
     **variables: Any,
 ) -> str:
-    """Return the text of a conversation. Raises TemplateError, and the TypeError or ValueError of an operation."""
+    """Return the text of a conversation.
+
+    `variables` may have any other name. Raises TemplateError, and the TypeError or ValueError of an operation.
+    """
     if not conversation:
         raise ValueError("Cannot apply chat template to an empty conversation. Provide at least one message.")
     documents = variables.pop("documents", None)

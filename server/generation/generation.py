@@ -40,10 +40,12 @@ class Generation:
         engine: EngineService,
         samples: Sequence[Sample],
         meter: RequestMeter,
-        num_prompt_tokens: int,
+        prompts: Sequence[Sequence[int]],
         limits: TimeLimits = _UNLIMITED,
     ) -> None:
-        self.num_prompt_tokens = num_prompt_tokens
+        """Take as many samples for each of `prompts`, in the order of the prompts."""
+        self.num_prompt_tokens = sum(map(len, prompts))
+        self._num_prompts = len(prompts)
         self.is_prompt_cut = False  # set for a prompt of which something was left out to make it fit
         self._engine = engine
         self._samples = tuple(samples)
@@ -79,11 +81,9 @@ class Generation:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens served from the prefix cache (minimum over the choices of each prompt)."""
-        found: dict[tuple[int, ...], int] = {}
-        for sample in self._samples:
-            prompt = sample.request.prompt_ids
-            found[prompt] = min(found.get(prompt, len(prompt)), sample.choice.num_cached_tokens)
-        return sum(found.values())
+        cached = [choice.num_cached_tokens for choice in self.choices]
+        num_samples = len(cached) // self._num_prompts  # of each prompt, side by side
+        return sum(min(cached[at : at + num_samples]) for at in range(0, len(cached), num_samples))
 
     @property
     def acceptance(self) -> AcceptanceCounts:

@@ -136,6 +136,7 @@ class Choice:
         self._reader = reader or PlainReader()
         self._reasoning_reader = reader if isinstance(reader, ReasoningReader) else None
         self._min_tokens = min_tokens
+        self._num_barred = 0  # characters of the first `min_tokens` tokens
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
         self._calls: list[CallPiece] = []
@@ -220,6 +221,8 @@ class Choice:
         is_stop_token = token_id == event.stop_token_id and at == len(event.token_ids) - 1
         if not is_stop_token or self._keeps_stop:
             text += self._pass_on(self._detokenizer.push(token_id))
+        if self.num_tokens == self._min_tokens:
+            self._num_barred = self._num_chars + self._detokenizer.num_held
         if was_inside:
             self.num_reasoning_tokens += self._is_inside_reasoning
         return text
@@ -231,8 +234,9 @@ class Choice:
     def _pass_on(self, text: str) -> str:
         if not text:
             return ""
+        num_barred = len(text) if self.num_tokens <= self._min_tokens else max(0, self._num_barred - self._num_chars)
         self._num_chars += len(text)
-        return self._read(self._stops.feed(text, self.num_tokens > self._min_tokens))
+        return self._read(self._stops.feed(text, num_barred))
 
     def _read(self, text: str) -> str:
         return self._content_of(self._reader.feed(text)) if text else ""

@@ -46,7 +46,8 @@ class PromptSource:
     `encode` receives the most tokens of a prompt that leave room for the answer. `default_tokens` is the limit of a request
     without its own; None is the room that is left. `most_tokens` replaces all defaults, also the model's and the server's.
     `tools` refuses unsupported tools. `reasoning` receives the ids of the prompt and the field that requests a grammar, if there
-    is one. `infill_param` requests the middle of a text. `reader` may end the text.
+    is one. `infill_param` requests the middle of a text. `reader` may end the text. `continues`: the text goes on with that of
+    the prompt.
     """
 
     param: str
@@ -60,6 +61,7 @@ class PromptSource:
     reasoning: Callable[[PromptIds, str | None], ReasoningUse] = lambda _ids, _param: NO_REASONING
     infill_param: str | None = None
     reader: CallReader | None = None
+    continues: bool = False
 
 
 async def completion_generation(
@@ -71,7 +73,10 @@ async def completion_generation(
         return [await encoded_prompt(runtime, group_of(tenant), body, prompt) for prompt in body.prompts]
 
     num_param, infill_param = "n" if body.best_of is None else "best_of", None if body.suffix is None else "suffix"
-    source = PromptSource("prompt", "max_tokens", num_param, len(body.prompts), encode, default_tokens, infill_param=infill_param)
+    param, num_prompts = "prompt", len(body.prompts)
+    source = PromptSource(
+        param, "max_tokens", num_param, num_prompts, encode, default_tokens, infill_param=infill_param, continues=True
+    )
     return await _Submission(runtime, body, tenant, source).run()
 
 
@@ -93,7 +98,10 @@ async def chat_generation(
     tools = partial(tool_use, runtime.tool_support, body)
     newer = "max_completion_tokens" if param == "messages" else "max_output_tokens"
     limit_param = "max_tokens" if body.max_completion_tokens is None else newer
-    source = PromptSource(param, limit_param, "n", 1, encode, most_tokens=most_tokens, tools=tools, reasoning=reasoning)
+    continues = body.form.continues_last
+    source = PromptSource(
+        param, limit_param, "n", 1, encode, most_tokens=most_tokens, tools=tools, reasoning=reasoning, continues=continues
+    )
     return await _Submission(runtime, body, tenant, source).run()
 
 
@@ -109,7 +117,7 @@ async def infill_generation(
         ids, is_cut = await encoded_infill(runtime, group_of(tenant), body, most)
         return [ids]
 
-    source = PromptSource("input_prefix", "n_predict", "n", 1, encode, infill_param="input_suffix", reader=reader)
+    source = PromptSource("input_prefix", "n_predict", "n", 1, encode, infill_param="input_suffix", reader=reader, continues=True)
     generation = await _Submission(runtime, filling, tenant, source).run()
     generation.is_prompt_cut = is_cut
     return generation
@@ -233,15 +241,16 @@ class _Submission:
             for index, ids in enumerate(ids for ids in prompts for _ in range(body.num_samples))
         ]
         limits = runtime.time_limits.with_request_limit(body.timeout_s)
-        return Generation(runtime.engine, samples, meter, sum(map(len, prompts)), limits).start()
+        return Generation(runtime.engine, samples, meter, prompts, limits).start()
 
     def _choice(self, use: ToolUse, index: int, ids: PromptIds) -> Choice:
         """Return the choice that builds the text of one sample."""
         body, codec, end_ids = self.body, self.runtime.codec, self.runtime.engine.model.eos_token_ids
         token_text = codec.named_token_text if body.return_tokens_as_token_ids else codec.token_text
+        begins = body.gives_prompt_back or not (self.source.continues or use.grammar or body.grammar)
         return Choice(
             index,
-            codec.detokenizer(body.skip_special_tokens is not False, use.markers, begins=self.source.infill_param is None),
+            codec.detokenizer(body.skip_special_tokens is not False, use.markers, begins),
             body.stops,
             token_text,
             body.num_top_logprobs,

@@ -120,6 +120,9 @@ class TextCodec:
         self._unmarked = re.compile(f"(?={'|'.join(map(re.escape, unmarked))})") if unmarked else None
         smile = tokenizer.encode(_SMILE, add_special_tokens=False)
         self._smile = smile if smile and (tokenizer.convert_ids_to_tokens(smile[0]) or "").startswith("▁") else None
+        control = next(iter(self._controls), "")
+        # Whether the tokenizer's own space comes before text that follows a control token too.
+        self._begins_again = tokenizer.encode(control + "a", add_special_tokens=False)[-len(bare) :] == bare
         self.infill = infill_of(added, self.encode_plain, self._around[0])
         self._token_texts: dict[int, TokenText] = {}
         self.longest_token_bytes = _longest_bytes(vocab)
@@ -156,7 +159,7 @@ class TextCodec:
         masked = replace(form, variables=mask.masked(form.variables))
         prompt = self._rendered([mask.masked(message) for message in messages], masked, [mask.masked(tool) for tool in tools])
         if mask.is_needed:
-            ids = [i for part in mask.parts(prompt) for i in self._part_ids(part)]
+            ids = [i for at, part in enumerate(mask.parts(prompt)) for i in self._part_ids(part, self._begins_again or not at)]
         else:
             ids = self._tokenizer.encode(prompt, add_special_tokens=False)
         before, after = self._around if form.adds_special_tokens else ((), ())
@@ -193,10 +196,8 @@ class TextCodec:
         except Exception as error:  # an operation in a template may raise any error
             raise TextError(f"the model's chat template refuses these messages: {error}") from error
 
-    def _part_ids(self, part: TextSegment) -> list[int]:
-        if part.is_control:
-            return [self._controls[part.text]]
-        return self._tokenizer.encode(part.text, add_special_tokens=False, split_special_tokens=True)
+    def _part_ids(self, part: TextSegment, begins: bool) -> list[int]:
+        return [self._controls[part.text]] if part.is_control else self._plain_ids(part.text, begins)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return the tokenizer's own spelling of each token; an id that is no token has an empty one."""

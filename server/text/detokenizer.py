@@ -64,6 +64,11 @@ class Detokenizer:
         return self._emit(self._pending_text())
 
     @property
+    def num_held(self) -> int:
+        """Characters that are held back and whole."""
+        return len(self._pending_text().rstrip(_REPLACEMENT)) - self._num_emitted if self._ends_in_byte_run else 0
+
+    @property
     def _ends_in_byte_run(self) -> bool:
         return bool(self._pending) and self._pending[-1] in self._byte_ids
 

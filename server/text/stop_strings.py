@@ -24,17 +24,17 @@ class StopFinder:
         """Whether a stop string was found."""
         return self.hit is not None
 
-    def feed(self, text: str, may_end: bool = True) -> str:
+    def feed(self, text: str, num_barred: int = 0) -> str:
         """Add text; return the text that is certainly before any stop string, or ends in one that is kept. Later text is dropped.
 
-        No stop string ends in text that is added without `may_end`. A stop string that begins there may end later.
+        No stop string ends in the first `num_barred` characters of the text. A stop string that begins there may end later.
         """
         if not self._stops:
             return text
         if self.is_hit:
             return ""
-        num_searched, text = len(self._held), self._held + text
-        starts = [(stop, text.find(stop, max(0, num_searched - len(stop) + 1))) for stop in self._stops if may_end]
+        first, text = len(self._held) + num_barred, self._held + text
+        starts = [(stop, text.find(stop, max(0, first - len(stop) + 1))) for stop in self._stops]
         found = [(at + len(stop), at) for stop, at in starts if at >= 0]
         if found:
             end, start = min(found)

@@ -44,7 +44,8 @@ class Form:
 class MarkupReader:
     """Parses calls of `functions` (the schema of each one's arguments), at most `max_calls` of them.
 
-    If calls are forced, no other text is expected.
+    If calls are forced, no other text is expected. With `is_either` a text that does not begin with a call has none: its strings
+    may contain the markup.
 
         text -> head -> arguments -> tail -> text
              <-      -> object ----->
@@ -54,10 +55,16 @@ class MarkupReader:
     """
 
     def __init__(
-        self, forms: Sequence[Form], functions: Mapping[str, Schema], max_calls: int | None = None, is_forced: bool = False
+        self,
+        forms: Sequence[Form],
+        functions: Mapping[str, Schema],
+        max_calls: int | None = None,
+        is_forced: bool = False,
+        is_either: bool = False,
     ) -> None:
         self._forms = tuple(forms)
         self._is_forced = is_forced
+        self._is_either = is_either
         self._functions = functions
         self._max_calls = max_calls
         self._num_calls = 0
@@ -71,6 +78,7 @@ class MarkupReader:
         self._json = JsonEnd()
         self._is_at_start = True  # with only whitespace before
         self._is_behind_call = False  # with only whitespace since the call
+        self._has_text = False  # that is content and no whitespace
         self._content = ""
         self._calls: list[CallPiece] = []
 
@@ -106,6 +114,8 @@ class MarkupReader:
         may_go_on = not self._is_end or (self._is_cut and self._is_forced)
         match = pattern.search(self._text, self._at, partial=may_go_on)
         end = match.start() if match else len(self._text)
+        if self._is_either and not self._num_calls and (self._has_text or self._text[self._at : end].strip(_SPACE)):
+            match, end = None, len(self._text)
         if match is not None or not self._is_behind_call or self._text[self._at :].strip(_SPACE):
             self._emit_content(end)
         if match is None or match.partial:
@@ -120,8 +130,9 @@ class MarkupReader:
         """Emit the text up to `end` as content."""
         if end > self._at:
             self._is_at_start = self._is_behind_call = False
-            self._content += self._text[self._at : end]
-            self._at = end
+            text, self._at = self._text[self._at : end], end
+            self._has_text = self._has_text or bool(text.strip(_SPACE))
+            self._content += text
 
     def _at_head(self) -> bool:
         for form in self._candidates:

@@ -27,6 +27,7 @@ class ToolUse:
 
     `functions` are the schemas of their arguments. Without a syntax all text is content. `forms` are the forms of its calls that
     are read, after the `reasoning`. `grammar` constrains the text; None leaves it free. `is_forced`: the text is calls alone.
+    `is_either`: it is calls alone, or an answer without calls.
     """
 
     functions: Mapping[str, Schema] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class ToolUse:
     max_calls: int | None = None
     grammar: Grammar | None = None
     is_forced: bool = False
+    is_either: bool = False
     reasoning: ReasoningUse = NO_REASONING
 
     @property
@@ -49,8 +51,9 @@ class ToolUse:
 
     def reader(self) -> CallReader:
         """Return the parser of one text."""
-        calls = MarkupReader(self.forms, self.functions, self.max_calls, self.is_forced) if self.forms else PlainReader()
-        return self.reasoning.reader(calls)
+        if not self.forms:
+            return self.reasoning.reader(PlainReader())
+        return self.reasoning.reader(MarkupReader(self.forms, self.functions, self.max_calls, self.is_forced, self.is_either))
 
 
 NO_TOOLS = ToolUse()
@@ -89,7 +92,8 @@ def tool_use(support: ToolSupport, body: ChatRequest) -> ToolUse:
     is_forced = body.tool_choice not in (None, "auto")
     free_forms = support.syntax.forms if grammar is None else support.syntax.strict_forms
     forms = support.syntax.forced_forms if is_forced or body.grammar is not None else free_forms
-    return ToolUse(functions, support.syntax, forms, 1 if is_one else None, grammar, is_forced)
+    is_either = not is_forced and body.grammar is not None
+    return ToolUse(functions, support.syntax, forms, 1 if is_one else None, grammar, is_forced, is_either)
 
 
 def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one: bool) -> Grammar | None:

@@ -553,3 +553,11 @@ async def test_full_queue_is_503_with_retry_after():
     assert (response.status_code, response.headers["retry-after"]) == (503, "3")
     assert response.json()["error"]["code"] == "engine_busy"
     assert (again.status_code, rejected) == (200, 1.0)
+
+
+async def test_equal_prompts_count_cached_tokens_each():
+    """The bug: prompts of the same ids were counted once."""
+    async with in_process(FakeEngine(num_cached_tokens=3)) as client:
+        body = completion(prompt=[[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 9]], n=2)
+        usage = (await client.post("/v1/completions", json=body)).json()["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (12, 9)

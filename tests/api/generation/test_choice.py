@@ -135,6 +135,17 @@ def test_completed_byte_run_stops_before_next_token():
     assert choice.num_tokens == len(codec.encode("he")) + 1
 
 
+@pytest.mark.parametrize(("num_newlines", "text", "is_cut"), [(3, "\n\n\n", False), (4, "\n\n\n", True)])
+def test_minimum_ends_inside_a_byte_run(num_newlines: int, text: str, is_cut: bool):
+    """The bug: the text of a run is certain at once, and a stop string was found in that of its first tokens too."""
+    codec = CODECS[1]
+    ids = [codec.encode("a\n")[-1]] * num_newlines
+    for end in ([], list(codec.encode("he"))[-1:]):
+        choice = Choice(0, codec.detokenizer(), ["\n"], codec.token_text, min_tokens=3)
+        assert "".join(piece.text for piece in _taken(choice, _events(ids + end, []))).startswith(text)
+        assert (choice.finish is FinishReason.STOP) == is_cut
+
+
 def test_stop_token_counts_but_adds_no_text():
     codec = CODECS[0]
     hello, there = codec.encode("hello there")[:2]

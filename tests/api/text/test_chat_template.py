@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from engine.weights.chat_template import rendered
 from server.schemas.messages import MAX_VARIABLES, MAX_VARIABLES_CHARS, MAX_VARIABLES_DEPTH, RESERVED_VARIABLES
 from server.text.chat_text import ControlMask
 from server.text.codec import ChatForm, TextCodec
@@ -75,6 +76,13 @@ async def test_variables_are_rendered_as_by_transformers(kind: str, variables: d
     assert prompt == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
     has_mode = kind != "deepseek" and "enable_thinking" in variables
     assert (prompt != await _prompt(tokenizer)) == (has_mode and not variables["enable_thinking"])
+
+
+@pytest.mark.parametrize("name", ["template", "loop", "value"])
+def test_variables_may_have_any_other_name(name: str):
+    """The bug: `template` was an argument of the function that renders stored tokenizers' templates, so it was a 400."""
+    variables: Any = {name: "x"}
+    assert rendered(f"{{{{ {name} }}}}", chat()["messages"], None, add_generation_prompt=False, **variables) == "x"
 
 
 async def test_variables_hold_beside_a_continued_message():

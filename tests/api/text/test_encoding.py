@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
+from copy import deepcopy
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers, pre_tokenizers
 
 from server.runtime import Runtime
 from server.text.chat_text import ControlMask
@@ -15,7 +17,7 @@ from server.text.codec import TextCodec
 from server.text.tokenizer_thread import TokenizerBusy, TokenizerClosed, TokenizerThread
 from tests.api.harness import chat, completion, in_process, make_app, over_loopback, until
 from tests.fake_engine import FakeEngine
-from tests.tokenizers_for_tests import SPECIAL, byte_fallback, byte_level
+from tests.tokenizers_for_tests import CHAT_TEMPLATE, SPECIAL, byte_fallback, byte_level
 from tests.unit.server.test_fair_turns import FirstCome
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -96,6 +98,25 @@ def test_longest_token_bounds_all_token_bytes(make: Any):
     codec = TextCodec(make())
     lengths = [len(codec.token_text(i).raw) for i in make().get_vocab().values()]
     assert max(lengths) <= codec.longest_token_bytes <= 3 * max(lengths)
+
+
+@pytest.mark.parametrize("spaces", ["always", "first"])
+def test_spelled_control_token_changes_no_neighbour(spaces: str):
+    """The bug: with it a conversation was encoded in parts, each with the space that the tokenizer puts at a text's beginning."""
+    tokenizer = deepcopy(byte_fallback())
+    tokenizer.chat_template = CHAT_TEMPLATE
+    if spaces == "first":  # as Mistral's since v3 and Llama's without `legacy`
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
+    codec = TextCodec(tokenizer)
+    turns = [{"role": "assistant", "content": "the"}, {"role": "user", "content": "he"}]
+    before, after = (codec.encode_chat([{"role": "user", "content": text}, *turns]) for text in ("hello", "hello <|end|>"))
+    at = next(place for place, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1])
+    assert after[-(len(before) - at) :] == before[at:]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}, *turns], tokenize=False, add_generation_prompt=True
+    )
+    assert before == tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 async def test_only_so_much_text_waits():

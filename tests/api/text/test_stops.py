@@ -46,11 +46,11 @@ class _HoldsNothingBack(StopFinder):
 
 
 class _TakesTheFirstListed(StopFinder):
-    def feed(self, text: str, may_end: bool = True) -> str:
+    def feed(self, text: str, num_barred: int = 0) -> str:
         for stop in self._stops:
             if stop in self._held + text and not self.is_hit:
                 self._stops = (stop,)
-        return super().feed(text, may_end)
+        return super().feed(text, num_barred)
 
 
 class _KeepsNothing(StopFinder):
@@ -61,8 +61,8 @@ class _KeepsNothing(StopFinder):
 class _KeepsWhatFollows(StopFinder):
     """Lets the rest of the piece out too: the text of a stream depends on how it was cut."""
 
-    def feed(self, text: str, may_end: bool = True) -> str:
-        before = super().feed(text, may_end)
+    def feed(self, text: str, num_barred: int = 0) -> str:
+        before = super().feed(text, num_barred)
         at = text.find(before)
         return text[at:] if self._keeps_stop and before and self.is_hit and at >= 0 else before
 
@@ -87,8 +87,8 @@ def _check_late(finder_type: type[StopFinder]) -> None:
     @given(_TEXT, _STOPS, st.lists(st.integers(0, 20), max_size=6), st.integers(0, 20))
     def cuts_behind_the_first(text: str, stops: list[str], cuts: list[int], first: int) -> None:
         finder, first = finder_type(stops), min(first, len(text))
-        edges = [0, *sorted(min(cut, len(text)) for cut in [*cuts, first]), len(text)]
-        out = "".join(finder.feed(text[a:b], a >= first) for a, b in pairwise(edges))
+        edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+        out = "".join(finder.feed(text[a:b], min(max(first - a, 0), b - a)) for a, b in pairwise(edges))
         assert out + finder.close() == _cut_behind(text, stops, first)
 
     cuts_behind_the_first()
@@ -100,13 +100,13 @@ def test_stop_strings_ignore_text_before_minimum():
 
 
 class _EndsAnywhere(StopFinder):
-    def feed(self, text: str, may_end: bool = True) -> str:
+    def feed(self, text: str, num_barred: int = 0) -> str:
         return super().feed(text)
 
 
 class _ForgetsWhatWentBefore(StopFinder):
-    def feed(self, text: str, may_end: bool = True) -> str:
-        return super().feed(text) if may_end else text
+    def feed(self, text: str, num_barred: int = 0) -> str:
+        return text[:num_barred] + super().feed(text[num_barred:])
 
 
 @pytest.mark.parametrize("mutant", [_EndsAnywhere, _ForgetsWhatWentBefore])

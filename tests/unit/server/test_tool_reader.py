@@ -438,6 +438,25 @@ def test_reading_ends_at_a_forced_call(markup: str):
     assert reader.is_done
 
 
+def _either(markup: str, text: str, is_either: bool, step: int) -> ReadText:
+    reader = MarkupReader(SYNTAXES[markup].forced_forms, FUNCTIONS, is_either=is_either)
+    pieces = [reader.feed(text[at : at + step]) for at in range(0, len(text), step)] + [reader.close()]
+    return ReadText("".join(piece.content for piece in pieces), merged([call for piece in pieces for call in piece.calls]))
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+def test_markup_in_an_answers_strings_is_content(step: int):
+    """The bug: a JSON answer with the markup of a call in a string was read as that call, and its content broke off there."""
+    num_read = 0
+    for markup in MARKUPS:
+        calls = rendered_calls(markup, [("get_it", {}), ("f", {"n": 1})])
+        answer = f' {{"example": "{calls}"}}'
+        assert _either(markup, answer, True, step) == ReadText(answer)
+        assert _calls(_either(markup, calls, True, step)) == _calls(_either(markup, calls, False, step)) != []
+        num_read += bool(_either(markup, answer, False, step).calls)
+    assert num_read, "without `is_either` the answer is read as calls"
+
+
 def _check_ends(markup: str, is_forced: bool, reader_type: type[MarkupReader]) -> None:
     syntax, markers = SYNTAXES[markup], [*SYNTAXES[markup].markers, OPEN]
     text = rendered_calls(markup, [("f", {"s": "a"}), ("get_it", {})])
