@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import starmap
 from typing import TypeVar
 
 from engine.core.service import EngineUnavailable
@@ -49,6 +50,11 @@ async def encoded_text(runtime: Runtime, key: str, text: str, param: str, adds_s
     return await encoded(runtime, key, len(text.encode()), lambda: encode(text), param)
 
 
+async def encoded_more(runtime: Runtime, key: str, text: str, param: str, begins: bool) -> PromptIds:
+    """Return the ids of a text that begins an answer, or continues the prompt's."""
+    return await encoded(runtime, key, len(text.encode()), lambda: runtime.codec.encode_more(text, begins), param)
+
+
 async def encoded_prompt(runtime: Runtime, key: str, body: CompletionRequest, prompt: Prompt) -> PromptIds:
     """Return the ids of one prompt of a completion request, before its suffix if it has one."""
     suffix, adds_special = body.suffix, body.add_special_tokens is not False
@@ -81,11 +87,11 @@ async def encoded_chat(
 
 
 async def encoded_words(runtime: Runtime, key: str, words: Sequence[str], param: str) -> tuple[PromptIds, ...]:
-    """Return the ids of words as they are spelled at the start of a text and after a space, each spelling once."""
-    codec = runtime.codec
-    spellings = [space + word.lstrip() for word in words for space in ("", " ")]
-    num_bytes = sum(len(spelling.encode()) for spelling in spellings)
-    return await encoded(runtime, key, num_bytes, lambda: tuple(dict.fromkeys(map(codec.encode_more, spellings))), param)
+    """Return the ids of words as they are spelled at the start of a text, inside one and after a space, each spelling once."""
+    codec, bare = runtime.codec, [word.lstrip() for word in words]
+    spellings = [(space + word, begins) for word in bare for space, begins in (("", True), ("", False), (" ", True))]
+    num_bytes = sum(len(spelling.encode()) for spelling, _ in spellings)
+    return await encoded(runtime, key, num_bytes, lambda: tuple(dict.fromkeys(starmap(codec.encode_more, spellings))), param)
 
 
 async def encoded(runtime: Runtime, key: str, num_bytes: int, work: Callable[[], T], param: str) -> T:

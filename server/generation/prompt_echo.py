@@ -65,7 +65,8 @@ class PromptEcho:
         for at, token_id in enumerate(self._ids):
             text += detokenizer.settle(token_id)
             if self._options.num_top is not None:
-                entries.append(entry_of(self._token_text, token_id, scores[at], self._options.num_top, len(text)))
+                offset = len(text) + detokenizer.num_held
+                entries.append(entry_of(self._token_text, token_id, scores[at], self._options.num_top, offset))
             text += detokenizer.push(token_id)
         return text, entries
 

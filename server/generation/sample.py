@@ -136,7 +136,7 @@ class Choice:
         self._reader = reader or PlainReader()
         self._reasoning_reader = reader if isinstance(reader, ReasoningReader) else None
         self._min_tokens = min_tokens
-        self._num_barred = 0  # characters of the first `min_tokens` tokens
+        self._num_barred = 0  # characters of the prompt and of the first `min_tokens` tokens
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
         self._calls: list[CallPiece] = []
@@ -203,6 +203,7 @@ class Choice:
             return ""
         text, entries = self._prompt.echo(self._detokenizer)
         self._num_chars += len(text)
+        self._num_barred = self._num_chars + self._detokenizer.num_held
         self._entries += entries
         return text
 
@@ -215,9 +216,8 @@ class Choice:
         self.num_tokens += 1
         self._sum_logprobs += event.logprobs[at].logprob if event.logprobs else 0.0
         if self._num_top_logprobs is not None and event.logprobs:
-            self._entries.append(
-                entry_of(self._token_text, token_id, event.logprobs[at], self._num_top_logprobs, self._num_chars)
-            )
+            offset = self._num_chars + self._detokenizer.num_held
+            self._entries.append(entry_of(self._token_text, token_id, event.logprobs[at], self._num_top_logprobs, offset))
         is_stop_token = token_id == event.stop_token_id and at == len(event.token_ids) - 1
         if not is_stop_token or self._keeps_stop:
             text += self._pass_on(self._detokenizer.push(token_id))

@@ -11,8 +11,8 @@ from server.generation.encoding import (
     PromptIds,
     encoded_chat,
     encoded_infill,
+    encoded_more,
     encoded_prompt,
-    encoded_text,
     encoded_words,
     longest_text,
     require_infill,
@@ -169,7 +169,7 @@ class _Submission:
         prompts = [ids[-(most if num_kept == -1 else num_kept) :] for ids in await self.source.encode(most)]
         bad_words = await encoded_words(runtime, key, body.bad_words, "bad_words") if body.bad_words else ()
         expected = body.prediction.text if body.prediction else ""
-        prediction = await encoded_text(runtime, key, expected, "prediction", adds_special_tokens=False) if expected else ()
+        prediction = await encoded_more(runtime, key, expected, "prediction", not self.source.continues) if expected else ()
         return prompts, bad_words, prediction
 
     async def _fit(
@@ -184,6 +184,8 @@ class _Submission:
             raise InvalidRequest("the prompt is empty", param)
         if (last := max(map(max, prompts))) >= model.vocab_size:
             raise InvalidRequest(f"token id {last} is outside the vocabulary of {model.vocab_size}", param)
+        if (last := max(prediction, default=0)) >= model.vocab_size:
+            raise InvalidRequest(f"token id {last} is outside the vocabulary of {model.vocab_size}", "prediction")
         longest, num_prompt = longest_text(model), max(map(len, prompts))
         too_long = f"prompt and answer together have at most {longest} tokens; the "
         if longest - num_prompt < (1 if body.token_limit is None else body.token_limit):
@@ -247,10 +249,13 @@ class _Submission:
         """Return the choice that builds the text of one sample."""
         body, codec, end_ids = self.body, self.runtime.codec, self.runtime.engine.model.eos_token_ids
         token_text = codec.named_token_text if body.return_tokens_as_token_ids else codec.token_text
-        begins = body.gives_prompt_back or not (self.source.continues or use.grammar or body.grammar)
+        skips_special = body.skip_special_tokens is not False
+        begins = not (self.source.continues or use.grammar or body.grammar)
+        if body.gives_prompt_back and codec.decode(ids, skips_special):
+            begins = True
         return Choice(
             index,
-            codec.detokenizer(body.skip_special_tokens is not False, use.markers, begins),
+            codec.detokenizer(skips_special, use.markers, begins),
             body.stops,
             token_text,
             body.num_top_logprobs,

@@ -108,6 +108,9 @@ class TextCodec:
         self._byte_ids = {i: int(m[1], 16) for token, i in vocab.items() if (m := _BYTE_TOKEN.fullmatch(token))}
         specials = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._controls = {content: i for i, content in specials.items()}
+        added_tokens = tokenizer.added_tokens_decoder.values()
+        self._strips_before = {token.content for token in added_tokens if token.lstrip}
+        self._strips_behind = {token.content for token in added_tokens if token.rstrip}
         added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
         self.added_tokens = frozenset(added)
         self._finder = ControlFinder(self._controls)
@@ -119,7 +122,9 @@ class TextCodec:
         unmarked = _INFILL_TOKENS.intersection(added).difference(self._controls)  # not special, so not split by the tokenizer
         self._unmarked = re.compile(f"(?={'|'.join(map(re.escape, unmarked))})") if unmarked else None
         smile = tokenizer.encode(_SMILE, add_special_tokens=False)
-        self._smile = smile if smile and (tokenizer.convert_ids_to_tokens(smile[0]) or "").startswith("▁") else None
+        is_known = vocab.get(tokenizer.special_tokens_map.get("unk_token", "")) not in smile  # unknown characters merge
+        starts = bool(smile) and (tokenizer.convert_ids_to_tokens(smile[0]) or "").startswith("▁")
+        self._smile = smile if starts and is_known else None
         control = next(iter(self._controls), "")
         # Whether the tokenizer's own space comes before text that follows a control token too.
         self._begins_again = tokenizer.encode(control + "a", add_special_tokens=False)[-len(bare) :] == bare
@@ -134,9 +139,9 @@ class TextCodec:
         """Return the ids of a bare prompt, with the special tokens that the model expects around it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=True))
 
-    def encode_more(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text that follows others, without special tokens around it."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+    def encode_more(self, text: str, begins: bool = True) -> tuple[int, ...]:
+        """Return the ids of a text, without special tokens around it. The tokenizer's own space is before it if it `begins`."""
+        return tuple(self._ids_of(text, begins))
 
     def encode_plain(self, text: str, begins: bool) -> tuple[int, ...]:
         """Return the ids of a text. Spellings of control tokens in it stay text. The tokenizer's own space comes before it if it
@@ -148,7 +153,10 @@ class TextCodec:
         return tuple(chain.from_iterable(ids))
 
     def _plain_ids(self, text: str, begins: bool) -> list[int]:
-        encode = partial(self._tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
+        return self._ids_of(text, begins, split_special_tokens=True)
+
+    def _ids_of(self, text: str, begins: bool, split_special_tokens: bool = False) -> list[int]:
+        encode = partial(self._tokenizer.encode, add_special_tokens=False, split_special_tokens=split_special_tokens)
         if begins or self._smile is None:
             return encode(text)
         return encode(_SMILE + text)[len(self._smile) :]
@@ -159,7 +167,8 @@ class TextCodec:
         masked = replace(form, variables=mask.masked(form.variables))
         prompt = self._rendered([mask.masked(message) for message in messages], masked, [mask.masked(tool) for tool in tools])
         if mask.is_needed:
-            ids = [i for at, part in enumerate(mask.parts(prompt)) for i in self._part_ids(part, self._begins_again or not at)]
+            parts = self._stripped(mask.parts(prompt))
+            ids = [i for at, part in enumerate(parts) for i in self._part_ids(part, self._begins_again or not at)]
         else:
             ids = self._tokenizer.encode(prompt, add_special_tokens=False)
         before, after = self._around if form.adds_special_tokens else ((), ())
@@ -195,6 +204,16 @@ class TextCodec:
             )
         except Exception as error:  # an operation in a template may raise any error
             raise TextError(f"the model's chat template refuses these messages: {error}") from error
+
+    def _stripped(self, parts: Sequence[TextSegment]) -> list[TextSegment]:
+        """Return the parts without the space beside control tokens that belongs to them."""
+        texts = [part.text for part in parts]
+        for at, part in enumerate(parts):
+            if part.is_control and at and part.text in self._strips_before:
+                texts[at - 1] = texts[at - 1].rstrip()
+            if part.is_control and at + 1 < len(parts) and part.text in self._strips_behind:
+                texts[at + 1] = texts[at + 1].lstrip()
+        return [TextSegment(text, part.is_control) for text, part in zip(texts, parts, strict=True) if text]
 
     def _part_ids(self, part: TextSegment, begins: bool) -> list[int]:
         return [self._controls[part.text]] if part.is_control else self._plain_ids(part.text, begins)

@@ -6,6 +6,7 @@ Knows ids, a decode function and which ids can change their neighbours' text. Do
 from collections.abc import Callable, Sequence, Set
 
 _REPLACEMENT = "\ufffd"
+_MAX_CHAR_BYTES = 4  # of UTF-8
 _MAX_PENDING = 16  # ids; only the last three bytes of a text can still complete a character, and an id has at least one
 
 Decode = Callable[[Sequence[int]], str]
@@ -65,15 +66,23 @@ class Detokenizer:
 
     @property
     def num_held(self) -> int:
-        """Characters that are held back and whole."""
-        return len(self._pending_text().rstrip(_REPLACEMENT)) - self._num_emitted if self._ends_in_byte_run else 0
+        """Characters of a byte run that are held back and whole: bytes of an incomplete character at its end do not count."""
+        if not self._ends_in_byte_run:
+            return 0
+        ends = range(len(self._pending), max(0, len(self._pending) - _MAX_CHAR_BYTES), -1)
+        texts = (self._text_of(self._pending[:end]) for end in ends)
+        whole = next((text for text in texts if not text.endswith(_REPLACEMENT)), self._pending_text())
+        return max(0, len(whole) - self._num_emitted)
 
     @property
     def _ends_in_byte_run(self) -> bool:
         return bool(self._pending) and self._pending[-1] in self._byte_ids
 
     def _pending_text(self) -> str:
-        return self._decode(self._context + self._pending)[self._num_context_chars :]
+        return self._text_of(self._pending)
+
+    def _text_of(self, ids: list[int]) -> str:
+        return self._decode(self._context + ids)[self._num_context_chars :]
 
     def _emit(self, text: str) -> str:
         piece = text[self._num_emitted :]

@@ -135,15 +135,26 @@ def test_completed_byte_run_stops_before_next_token():
     assert choice.num_tokens == len(codec.encode("he")) + 1
 
 
-@pytest.mark.parametrize(("num_newlines", "text", "is_cut"), [(3, "\n\n\n", False), (4, "\n\n\n", True)])
-def test_minimum_ends_inside_a_byte_run(num_newlines: int, text: str, is_cut: bool):
+@pytest.mark.parametrize(
+    ("text", "cut"), [("\n\n\n", None), ("\n\n日", None), ("\n\n\n\n", "\n\n\n"), ("\n\n日\n", "\n\n日")], ids=repr
+)
+def test_minimum_ends_inside_a_byte_run(text: str, cut: str | None):
     """The bug: the text of a run is certain at once, and a stop string was found in that of its first tokens too."""
     codec = CODECS[1]
-    ids = [codec.encode("a\n")[-1]] * num_newlines
-    for end in ([], list(codec.encode("he"))[-1:]):
+    ids = [codec.encode("a\n")[-1] + byte - ord("\n") for byte in text.encode()]
+    for end in ("", "he"):
         choice = Choice(0, codec.detokenizer(), ["\n"], codec.token_text, min_tokens=3)
-        assert "".join(piece.text for piece in _taken(choice, _events(ids + end, []))).startswith(text)
-        assert (choice.finish is FinishReason.STOP) == is_cut
+        pieces = _taken(choice, _events([*ids, *codec.encode(end)[1:]], []))
+        assert "".join(piece.text for piece in pieces) == (text + end if cut is None else cut)
+        assert (choice.finish is FinishReason.STOP) == (cut is not None)
+
+
+def test_offsets_count_held_characters():
+    """The bug: those of a byte run were all that of its beginning."""
+    codec = CODECS[1]
+    ids = [codec.encode("a\n")[-1] + byte - ord("\n") for byte in "\n\n日\n".encode()]
+    _, entries, _, _ = _summary(_choice(codec, []), _events([*ids, *codec.encode("he")[-1:]], []))
+    assert [offset for _, _, offset in entries] == [0, 1, 2, 2, 2, 3, 4]
 
 
 def test_stop_token_counts_but_adds_no_text():

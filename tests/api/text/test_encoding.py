@@ -9,7 +9,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from server.runtime import Runtime
 from server.text.chat_text import ControlMask
@@ -42,9 +42,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         texts.append(messages[0]["content"])
         return encode_chat(codec, messages, *options)
 
-    def watched_more(codec: TextCodec, text: str) -> tuple[int, ...]:
+    def watched_more(codec: TextCodec, text: str, begins: bool = True) -> tuple[int, ...]:
         texts.append(text)
-        return encode_more(codec, text)
+        return encode_more(codec, text, begins)
 
     monkeypatch.setattr(TextCodec, "encode", watched)
     monkeypatch.setattr(TextCodec, "encode_more", watched_more)
@@ -100,14 +100,25 @@ def test_longest_token_bounds_all_token_bytes(make: Any):
     assert max(lengths) <= codec.longest_token_bytes <= 3 * max(lengths)
 
 
+async def test_bad_words_are_spelled_inside_texts_too():
+    """The bug: a prepended space hid the spelling behind a line break, so the word was not banned there."""
+    tokenizer = byte_fallback()
+    async with in_process(engine := FakeEngine(), tokenizer=tokenizer) as client:
+        assert (await client.post(COMPLETIONS, json=completion(bad_words=["the"]))).status_code == 200
+    spelled = [tokenizer.convert_ids_to_tokens(ids) for ids in engine.requests[0].sampling.bad_words]
+    assert spelled == [["▁the"], ["t", "he"], ["▁", "▁the"]]
+
+
+@pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}], ids=str)
 @pytest.mark.parametrize("spaces", ["always", "first"])
-def test_spelled_control_token_changes_no_neighbour(spaces: str):
+def test_spelled_control_token_changes_no_neighbour(spaces: str, strips: dict[str, bool]):
     """The bug: with it a conversation was encoded in parts, each with the space that the tokenizer puts at a text's beginning."""
     tokenizer = deepcopy(byte_fallback())
     tokenizer.chat_template = CHAT_TEMPLATE
     if spaces == "first":  # as Mistral's since v3 and Llama's without `legacy`
         tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
+    tokenizer.add_tokens([AddedToken("<|start|>", special=True, **strips)], special_tokens=True)  # as Phi-3's
     codec = TextCodec(tokenizer)
     turns = [{"role": "assistant", "content": "the"}, {"role": "user", "content": "he"}]
     before, after = (codec.encode_chat([{"role": "user", "content": text}, *turns]) for text in ("hello", "hello <|end|>"))

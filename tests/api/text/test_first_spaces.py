@@ -44,3 +44,34 @@ async def test_grammars_hold_for_the_first_space(fields: dict[str, Any], text: s
     """An answer of its own begins without it. The bug: a constrained text was without the space that its grammar requires."""
     answer = await _posted("/v1/chat/completions", chat(messages=_MESSAGES[:1], **fields))
     assert answer["choices"][0]["message"]["content"] == text
+
+
+async def test_echo_of_no_text_changes_nothing():
+    """The bug: with `echo` the answer to a prompt of special tokens was without its space."""
+    for echo in (False, True):
+        choice = (await _posted("/v1/completions", completion(prompt="<|start|>", echo=echo)))["choices"][0]
+        assert choice["text"] == " the lazy"
+
+
+async def test_stop_strings_end_behind_the_prompt():
+    """The bug: a newline at its end, a byte token, was found as soon as the answer began with another byte token."""
+    tokenizer = byte_fallback()
+    newline = tokenizer.convert_tokens_to_ids("<0x0A>")
+    ids = [newline + byte - 10 for byte in "é".encode()] + list(_IDS)
+    async with in_process(FakeEngine(script=emits(ids)), tokenizer=tokenizer) as client:
+        for echo in (False, True):
+            body = completion(prompt="hello\n", stop=["\n"], echo=echo, max_tokens=len(ids))
+            choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+            assert (choice["text"], choice["finish_reason"]) == ("hello\n" * echo + "é the lazy", "length")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_predictions_have_the_answers_tokens(path: str):
+    tokenizer = deepcopy(byte_fallback())
+    tokenizer.chat_template = CHAT_TEMPLATE
+    async with in_process(engine := FakeEngine(script=emits(_IDS)), tokenizer=tokenizer) as client:
+        body = completion(max_tokens=len(_IDS)) if path == "/v1/completions" else chat(max_tokens=len(_IDS))
+        answer = (await client.post(path, json=body)).json()["choices"][0]
+        text = answer["text"] if "text" in answer else answer["message"]["content"]
+        await client.post(path, json={**body, "prediction": {"type": "content", "content": text}})
+    assert list(engine.requests[1].prediction_ids) == _IDS
