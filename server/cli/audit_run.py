@@ -19,6 +19,7 @@ from engine.core.types import ModelInfo
 from engine.core.validation import RequestRefused
 from engine.scheduler.slot_allocator import IntegrityError
 from engine.utils.finite_json import finite_json
+from engine.utils.progress_bar import long_work
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.pretrained import load_tokenizer
 from server.adaptive_engine import tool_engine
@@ -59,7 +60,8 @@ def _audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
 
 def _collected(settings: Settings, plan: AuditPlan) -> tuple[ModelInfo, Collected]:
     """Return the engine's facts and texts. The engine is freed on return, so that the reference can use its memory."""
-    engine = tool_engine(settings.to_tool_config())
+    with long_work(f"loading {settings.model}"):
+        engine = tool_engine(settings.to_tool_config())
     return engine.info, collect(engine, plan)
 
 

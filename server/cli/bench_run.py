@@ -14,6 +14,7 @@ from engine.core.tree import PLAIN
 from engine.core.validation import RequestRefused
 from engine.draft.recorded_text import RecordedText
 from engine.engine import Engine
+from engine.utils.progress_bar import long_work
 from engine.weights import UnsupportedModel, resolve
 from engine.weights.pretrained import load_tokenizer
 from server.adaptive_engine import tool_engine
@@ -56,7 +57,8 @@ def _bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
     prompts = {kind: tuple(chat_ids(tokenizer, text) for text in of_kind) for kind, of_kind in texts.items()}
     config = settings.to_tool_config()
     models: Models = {}
-    engine = tool_engine(config, models)
+    with long_work("loading the models"):
+        engine = tool_engine(config, models)
     oracle = oracle_engine(config, models) if parsed.oracle else None
     results, ceilings = run_bench(engine, oracle, prompts, parsed)
     lines = [table(results), *map(str, ceilings), as_json(engine, results, ceilings)]

@@ -6,6 +6,7 @@ Each handler returns the exit status.
 import argparse
 import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -35,8 +36,15 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run the command line; return the exit status, 130 after an interrupt as shells have it."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        sys.stderr.write("latebranch: interrupted\n")
+        return 128 + signal.SIGINT
+
+
+def _run(arguments: Sequence[str]) -> int:
     if _surely_needs_template(arguments):
         start_template(TEMPLATE)  # first, because its imports take longest
     from engine.weights.errors import WeightsError  # here, because it brings the whole package

@@ -251,7 +251,7 @@ class _Submission:
         token_text = codec.named_token_text if body.return_tokens_as_token_ids else codec.token_text
         skips_special = body.skip_special_tokens is not False
         begins = not (self.source.continues or use.grammar or body.grammar)
-        if body.gives_prompt_back and codec.decode(ids, skips_special):
+        if body.gives_prompt_back and codec.has_text(ids, skips_special):
             begins = True
         return Choice(
             index,

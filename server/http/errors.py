@@ -266,6 +266,8 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     is_embedding = is_missing and _EMBEDDINGS.search(path)
     detail = "this server generates text; it has no embeddings" if is_embedding else error.detail
     detail = WRONG_BASE if is_missing and is_messages_path(path) else detail
+    if error.status_code == 405 and (allowed := (error.headers or {}).get("Allow")):
+        detail = f"{request.method} is not possible here; use {allowed}"
     status_error = ApiError(detail, None, "no_embeddings" if is_embedding else None, error.headers)
     status_error.status = error.status_code
     status_error.type = "invalid_request_error" if error.status_code < 500 else "server_error"

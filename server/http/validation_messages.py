@@ -55,7 +55,12 @@ def messages_by_field(errors: Sequence[Error]) -> dict[str | None, str]:
     groups: dict[str | None, list[Error]] = {}
     for error in of_best_forms(errors):
         groups.setdefault(param_of(error), []).append(error)
-    return {param: _sentence(group) for param, group in groups.items()}
+    return {param: _sentence(group) if param or len(group[0]["loc"]) > 1 else _of_body(group) for param, group in groups.items()}
+
+
+def _of_body(group: Sequence[Error]) -> str:
+    """Return the message of the whole body, which names itself where it is of the wrong kind."""
+    return ("the body " if group[0]["type"] in _KINDS else "") + _sentence(group)
 
 
 def _sentence(group: Sequence[Error]) -> str:
@@ -82,10 +87,10 @@ def _is_form(part: object) -> bool:
 
 def of_best_forms(errors: Sequence[Error]) -> list[Error]:
     """Return the errors, except errors of forms that failed earlier than another form of the same field."""
-    best: dict[tuple[object, ...], tuple[int, tuple[int, ...]]] = {}
+    best: dict[tuple[object, ...], tuple[int, tuple[int, ...], bool]] = {}
     for error in errors:
         field = _field(error)
-        best[field] = max(best.get(field, (0, ())), _progress(error, field))
+        best[field] = max(best.get(field, (0, (), False)), _progress(error, field))
     return [error for error in errors if _progress(error, _field(error)) == best[_field(error)]]
 
 
@@ -95,8 +100,10 @@ def _field(error: Error) -> tuple[object, ...]:
     return next((loc[:at] for at, part in enumerate(loc) if _is_form(part)), loc)
 
 
-def _progress(error: Error, field: tuple[object, ...]) -> tuple[int, tuple[int, ...]]:
-    """Return how far a form validated: wrong kind (0), right kind up to an item (1), or invalid only as a whole (2)."""
+def _progress(error: Error, field: tuple[object, ...]) -> tuple[int, tuple[int, ...], bool]:
+    """Return how far a form validated: wrong kind (0), right kind up to an item (1), or invalid only as a whole (2); up to which
+    item, and whether that is of the right kind.
+    """
     inside = [part for part in error["loc"][len(field) :] if not _is_form(part)]
     rank = 1 if inside else 0 if error["type"] in _KINDS else 2
-    return rank, tuple(part for part in inside if isinstance(part, int))
+    return rank, tuple(part for part in inside if isinstance(part, int)), error["type"] not in _KINDS

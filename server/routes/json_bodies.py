@@ -95,7 +95,7 @@ def _warn_once(names: Iterable[str], warned: set[str]) -> None:
     new = [name for name in names if name not in warned]
     if new and len(warned) < _MAX_WARNED:
         warned.update(new)
-        log.warning("parameters are ignored, here and from now on: %s", ", ".join(new))
+        log.warning("parameters are ignored, which is logged once: %s", ", ".join(new))
 
 
 def parsed_body(body: bytes, content_type: str | None) -> Any:

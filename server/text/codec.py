@@ -227,6 +227,10 @@ class TextCodec:
         kept = self._text_ids if skips_special else self._ids
         return self._decode([i for i in token_ids if i in kept])
 
+    def has_text(self, token_ids: Sequence[int], skips_special: bool = True) -> bool:
+        """Return whether any id is not left out of the text of `decode`."""
+        return not (self._text_ids if skips_special else self._ids).isdisjoint(token_ids)
+
     def detokenizer(self, skips_special: bool = True, kept: Iterable[str] = (), begins: bool = True) -> Detokenizer:
         """Return a new detokenizer. Its pieces add up to the result of `decode`, plus the special tokens that are `kept`.
 

@@ -292,6 +292,17 @@ def test_numbers_that_bench_cannot_use_are_refused(arguments: list[str], capsys:
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The bug: Ctrl-C in `audit`, `bench` or `doctor` printed a traceback."""
+
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server.cli.main, "_version", interrupted)
+    assert server.cli.main.main(["version"]) == 130
+    assert capsys.readouterr() == ("", "latebranch: interrupted\n")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]):
     assert server.cli.main.main(["version"]) == 0
     assert capsys.readouterr().out.startswith("latebranch ")

@@ -88,6 +88,7 @@ WORDED = [
     ({"prompt": ["a", 1]}, "prompt.1", "prompt.1: must be a string"),
     ({"prompt": [{}]}, "prompt.0", "prompt.0: must be a string or an integer or a list"),
     ({"prompt": [[1, -1]]}, "prompt.0.1", "prompt.0.1: must be at least 0"),
+    ({"prompt": [-1]}, "prompt.0", "prompt.0: must be at least 0"),
     ({"temperature": 3}, "temperature", "temperature: must be at most 2"),
     ({"n": 1.5}, "n", "n: must be an integer"),
     ({"stream_options": 1, "stream": True}, "stream_options", "stream_options: must be an object"),
@@ -100,6 +101,13 @@ async def test_errors_are_worded_for_people(fields: dict[str, Any], param: str, 
     async with in_process(FakeEngine()) as client:
         error = _assert_error(await client.post(URL, json=completion(**fields)), 400)
     assert (error["param"], error["message"]) == (param, message)
+
+
+@pytest.mark.parametrize("body", [[], "x", 1])
+async def test_a_body_of_another_kind_is_named(body: Any):
+    async with in_process(FakeEngine()) as client:
+        error = _assert_error(await client.post(URL, json=body), 400)
+    assert (error["param"], error["message"]) == (None, "the body must be an object")
 
 
 @pytest.mark.parametrize("name", ["str", "int", "", "list[x", "dict[", "function-y", "constrained-str"])
@@ -191,7 +199,7 @@ async def test_invalid_utf8_of_client_is_quoted():
 async def test_unknown_paths_and_wrong_methods():
     async with in_process(FakeEngine()) as client:
         _assert_error(await client.get("/nowhere"), 404)
-        _assert_error(await client.get(URL), 405)
+        assert _assert_error(await client.get(URL), 405)["message"] == "GET is not possible here; use POST"
         assert (await client.get(URL)).headers["allow"] == "POST"
 
 
