@@ -21,6 +21,7 @@ _last_line_s = 0.0
 _running: list[object] = []  # of long_work, the innermost last
 
 tqdm.monitor_interval = 0  # no monitor thread: it would disturb measurements of an engine's steps
+tqdm.set_lock(threading.RLock())  # tqdm's own has a semaphore of the system, which a killed worker would leave behind
 
 LOG_INTERVAL_S = LONG_INTERVAL_S = 5.0
 _LOG_LINE = "{desc}: {n_fmt} of {total_fmt} {unit} ({percentage:.0f}%), {elapsed} elapsed, {remaining} left{postfix}"
