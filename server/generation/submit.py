@@ -132,6 +132,11 @@ class _Submission:
     tenant: str
     source: PromptSource
 
+    @property
+    def _begins_text(self) -> bool:
+        """Whether an answer is a text of its own, whose first space may be left out."""
+        return not self.source.continues and self.body.grammar is None
+
     async def run(self) -> Generation:
         use, sampling = await self._check()
         prompts, bad_words, prediction = await self._encode(sampling.max_tokens)
@@ -169,7 +174,7 @@ class _Submission:
         prompts = [ids[-(most if num_kept == -1 else num_kept) :] for ids in await self.source.encode(most)]
         bad_words = await encoded_words(runtime, key, body.bad_words, "bad_words") if body.bad_words else ()
         expected = body.prediction.text if body.prediction else ""
-        prediction = await encoded_more(runtime, key, expected, "prediction", not self.source.continues) if expected else ()
+        prediction = await encoded_more(runtime, key, expected, "prediction", self._begins_text) if expected else ()
         return prompts, bad_words, prediction
 
     async def _fit(
@@ -250,9 +255,7 @@ class _Submission:
         body, codec, end_ids = self.body, self.runtime.codec, self.runtime.engine.model.eos_token_ids
         token_text = codec.named_token_text if body.return_tokens_as_token_ids else codec.token_text
         skips_special = body.skip_special_tokens is not False
-        begins = not (self.source.continues or use.grammar or body.grammar)
-        if body.gives_prompt_back and codec.has_text(ids, skips_special):
-            begins = True
+        begins = self._begins_text or (body.gives_prompt_back and codec.has_text(ids, skips_special))
         return Choice(
             index,
             codec.detokenizer(skips_special, use.markers, begins),

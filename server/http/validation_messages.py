@@ -102,8 +102,9 @@ def _field(error: Error) -> tuple[object, ...]:
 
 def _progress(error: Error, field: tuple[object, ...]) -> tuple[int, tuple[int, ...], bool]:
     """Return how far a form validated: wrong kind (0), right kind up to an item (1), or invalid only as a whole (2); up to which
-    item, and whether that is of the right kind.
+    item, and whether that is of the right kind itself.
     """
     inside = [part for part in error["loc"][len(field) :] if not _is_form(part)]
     rank = 1 if inside else 0 if error["type"] in _KINDS else 2
-    return rank, tuple(part for part in inside if isinstance(part, int)), error["type"] not in _KINDS
+    is_kind = bool(inside) and isinstance(inside[-1], int) and error["type"] not in _KINDS
+    return rank, tuple(part for part in inside if isinstance(part, int)), is_kind

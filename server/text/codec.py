@@ -125,9 +125,14 @@ class TextCodec:
         is_known = vocab.get(tokenizer.special_tokens_map.get("unk_token", "")) not in smile  # unknown characters merge
         starts = bool(smile) and (tokenizer.convert_ids_to_tokens(smile[0]) or "").startswith("▁")
         self._smile = smile if starts and is_known else None
-        control = next(iter(self._controls), "")
-        # Whether the tokenizer's own space comes before text that follows a control token too.
-        self._begins_again = tokenizer.encode(control + "a", add_special_tokens=False)[-len(bare) :] == bare
+        kinds = {token.content: (token.normalized, token.lstrip, token.rstrip) for token in added_tokens if token.special}
+        examples = {kind: control for control, kind in kinds.items()}
+        has_space = {
+            kind: tokenizer.encode(control + "a", add_special_tokens=False)[-len(bare) :] == bare
+            for kind, control in examples.items()
+        }
+        # The control tokens behind which the tokenizer puts its own space too.
+        self._begins_behind = {control for control, kind in kinds.items() if has_space[kind]}
         self.infill = infill_of(added, self.encode_plain, self._around[0])
         self._token_texts: dict[int, TokenText] = {}
         self.longest_token_bytes = _longest_bytes(vocab)
@@ -167,8 +172,10 @@ class TextCodec:
         masked = replace(form, variables=mask.masked(form.variables))
         prompt = self._rendered([mask.masked(message) for message in messages], masked, [mask.masked(tool) for tool in tools])
         if mask.is_needed:
-            parts = self._stripped(mask.parts(prompt))
-            ids = [i for at, part in enumerate(parts) for i in self._part_ids(part, self._begins_again or not at)]
+            ids, begins = [], True
+            for part in self._stripped(mask.parts(prompt)):
+                ids += self._part_ids(part, begins)
+                begins = part.text in self._begins_behind
         else:
             ids = self._tokenizer.encode(prompt, add_special_tokens=False)
         before, after = self._around if form.adds_special_tokens else ((), ())
@@ -239,7 +246,7 @@ class TextCodec:
         text_ids = self._text_ids if skips_special else self._ids
         kept_ids = {self._controls[token] for token in kept if token in self._controls}
         context = () if begins else self._anchor
-        return Detokenizer(self._decode, text_ids | kept_ids if kept_ids else text_ids, self._byte_ids.keys(), context)
+        return Detokenizer(self._decode, text_ids | kept_ids if kept_ids else text_ids, self._byte_ids, context)
 
     def token_text(self, token_id: int) -> TokenText:
         """Return the text and bytes of one token inside a text; special tokens are spelled out."""

@@ -3,10 +3,9 @@
 Knows ids, a decode function and which ids can change their neighbours' text. Does not know stop strings or HTTP.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 _REPLACEMENT = "\ufffd"
-_MAX_CHAR_BYTES = 4  # of UTF-8
 _MAX_PENDING = 16  # ids; only the last three bytes of a text can still complete a character, and an id has at least one
 
 Decode = Callable[[Sequence[int]], str]
@@ -25,8 +24,9 @@ class Detokenizer:
     pending, and be decoded again at every id.
     """
 
-    def __init__(self, decode: Decode, text_ids: Set[int], byte_ids: Set[int], context: Sequence[int] = ()) -> None:
-        """Take a `decode` without cleanup, the ids that are text, the byte-fallback ids among them, and ids before the text.
+    def __init__(self, decode: Decode, text_ids: Set[int], byte_ids: Mapping[int, int], context: Sequence[int] = ()) -> None:
+        """Take a `decode` without cleanup, the ids that are text, the byte of each byte-fallback id among them, and ids before
+        the text.
 
         Other ids (special tokens, padding rows of the vocabulary) are not text and end no run.
         """
@@ -37,11 +37,13 @@ class Detokenizer:
         self._num_context_chars = len(decode(self._context)) if context else 0
         self._pending: list[int] = []
         self._num_emitted = 0  # characters of the pending ids' text that are emitted already
+        self._num_held = self._num_missing = 0  # characters of the byte run at the end; bytes that its last one still needs
 
     def settle(self, next_id: int) -> str:
         """Return the text before `next_id` that becomes certain with it: a byte run that ends."""
         if not self._ends_in_byte_run or next_id in self._byte_ids or next_id not in self._text_ids:
             return ""
+        self._num_held = self._num_missing = 0
         return self._emit(self._pending_text())
 
     def push(self, token_id: int) -> str:
@@ -49,8 +51,10 @@ class Detokenizer:
         if token_id not in self._text_ids:
             return ""
         self._pending.append(token_id)
-        if self._ends_in_byte_run:
+        if token_id in self._byte_ids:
+            self._count(self._byte_ids[token_id])
             return ""
+        self._num_held = self._num_missing = 0
         text = self._pending_text()
         certain = text.removesuffix(_REPLACEMENT)
         piece = self._emit(certain)
@@ -66,23 +70,23 @@ class Detokenizer:
 
     @property
     def num_held(self) -> int:
-        """Characters of a byte run that are held back and whole: bytes of an incomplete character at its end do not count."""
-        if not self._ends_in_byte_run:
-            return 0
-        ends = range(len(self._pending), max(0, len(self._pending) - _MAX_CHAR_BYTES), -1)
-        texts = (self._text_of(self._pending[:end]) for end in ends)
-        whole = next((text for text in texts if not text.endswith(_REPLACEMENT)), self._pending_text())
-        return max(0, len(whole) - self._num_emitted)
+        """Characters of a byte run that are held back and whole, if the run is UTF-8. Bytes of the next one do not count."""
+        return self._num_held
 
     @property
     def _ends_in_byte_run(self) -> bool:
         return bool(self._pending) and self._pending[-1] in self._byte_ids
 
-    def _pending_text(self) -> str:
-        return self._text_of(self._pending)
+    def _count(self, byte: int) -> None:
+        """Count the characters of a byte run without a decoder, which would read the whole run at each byte."""
+        if byte & 0xC0 == 0x80 and self._num_missing:
+            self._num_missing -= 1
+        else:
+            self._num_missing = (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0)
+        self._num_held += not self._num_missing
 
-    def _text_of(self, ids: list[int]) -> str:
-        return self._decode(self._context + ids)[self._num_context_chars :]
+    def _pending_text(self) -> str:
+        return self._decode(self._context + self._pending)[self._num_context_chars :]
 
     def _emit(self, text: str) -> str:
         piece = text[self._num_emitted :]

@@ -11,6 +11,7 @@ from msgspec import structs
 from engine.core.types import FinishReason, TokenEvent, TokenLogprobs
 from server.generation.sample import AcceptanceCounts, Choice, Piece
 from server.text.codec import TextCodec
+from server.text.detokenizer import Detokenizer
 from server.text.stop_strings import StopFinder
 from tests.tokenizers_for_tests import byte_fallback, byte_level
 
@@ -155,6 +156,26 @@ def test_offsets_count_held_characters():
     ids = [codec.encode("a\n")[-1] + byte - ord("\n") for byte in "\n\n日\n".encode()]
     _, entries, _, _ = _summary(_choice(codec, []), _events([*ids, *codec.encode("he")[-1:]], []))
     assert [offset for _, _, offset in entries] == [0, 1, 2, 2, 2, 3, 4]
+
+
+def test_held_characters_are_counted_without_decoding():
+    """The bug: each token of a byte run decoded the whole run, so a text of rare characters took minutes."""
+    codec, calls = CODECS[1], []
+
+    def decode(ids):
+        calls.append(len(ids))
+        return codec.decode(ids, skips_special=False)
+
+    newline = codec.encode("a\n")[-1]
+    ids = {newline - 10 + byte: byte for byte in range(256)}
+    detokenizer = Detokenizer(decode, ids.keys(), ids)
+    held = []
+    for byte in "𓀀é\n".encode() * 20:
+        detokenizer.push(newline - 10 + byte)
+        held.append(detokenizer.num_held)
+    assert held[:7] == [0, 0, 0, 1, 1, 2, 3]
+    assert held[-1] == len(detokenizer.close()) == 60
+    assert len(calls) == 1
 
 
 def test_stop_token_counts_but_adds_no_text():

@@ -103,6 +103,15 @@ async def test_errors_are_worded_for_people(fields: dict[str, Any], param: str, 
     assert (error["param"], error["message"]) == (param, message)
 
 
+async def test_every_mistake_of_an_item_is_named():
+    content = [{"type": "text", "text": 5, "x": 1}]
+    async with in_process(FakeEngine()) as client:
+        body = chat(messages=[{"role": "user", "content": content}])
+        error = _assert_error(await client.post("/v1/chat/completions", json=body), 400)
+    assert "content.0.x" in error["message"]
+    assert "content.0.text: must be a string" in error["message"]
+
+
 @pytest.mark.parametrize("body", [[], "x", 1])
 async def test_a_body_of_another_kind_is_named(body: Any):
     async with in_process(FakeEngine()) as client:

@@ -109,16 +109,16 @@ async def test_bad_words_are_spelled_inside_texts_too():
     assert spelled == [["▁the"], ["t", "he"], ["▁", "▁the"]]
 
 
-@pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"rstrip": True}, {"lstrip": True}], ids=str)
 @pytest.mark.parametrize("spaces", ["always", "first"])
-def test_spelled_control_token_changes_no_neighbour(spaces: str, strips: dict[str, bool]):
+def test_spelled_control_token_changes_no_neighbour(spaces: str, flags: dict[str, bool]):
     """The bug: with it a conversation was encoded in parts, each with the space that the tokenizer puts at a text's beginning."""
     tokenizer = deepcopy(byte_fallback())
     tokenizer.chat_template = CHAT_TEMPLATE
     if spaces == "first":  # as Mistral's since v3 and Llama's without `legacy`
         tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
-    tokenizer.add_tokens([AddedToken("<|start|>", special=True, **strips)], special_tokens=True)  # as Phi-3's
+    tokenizer.add_tokens([AddedToken("<|start|>", special=True, **flags)], special_tokens=True)  # Phi-3's have `rstrip`
     codec = TextCodec(tokenizer)
     turns = [{"role": "assistant", "content": "the"}, {"role": "user", "content": "he"}]
     before, after = (codec.encode_chat([{"role": "user", "content": text}, *turns]) for text in ("hello", "hello <|end|>"))
@@ -128,6 +128,16 @@ def test_spelled_control_token_changes_no_neighbour(spaces: str, strips: dict[st
         [{"role": "user", "content": "hello"}, *turns], tokenize=False, add_generation_prompt=True
     )
     assert before == tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_control_tokens_differ_in_the_space_behind():
+    tokenizer = deepcopy(byte_fallback())
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True, normalized=True)], special_tokens=True)  # none is behind it
+    codec = TextCodec(tokenizer)
+    before, after = (codec.encode_chat([{"role": "user", "content": text}]) for text in ("hello", "hello <|end|>"))
+    opening = tokenizer.encode("<|start|>assistant\n", add_special_tokens=False)
+    assert before[-len(opening) :] == after[-len(opening) :] == tuple(opening)
 
 
 async def test_only_so_much_text_waits():
