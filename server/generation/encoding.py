@@ -43,16 +43,13 @@ def longest_text(model: ModelInfo) -> int:
     return min(model.max_model_len, model.num_slots)
 
 
-async def encoded_text(runtime: Runtime, key: str, text: str, param: str, adds_special_tokens: bool = True) -> PromptIds:
-    """Return the ids of a bare text."""
+async def encoded_text(
+    runtime: Runtime, key: str, text: str, param: str, adds_special_tokens: bool = True, begins: bool = True
+) -> PromptIds:
+    """Return the ids of a bare text, or of one without special tokens that may continue another."""
     codec = runtime.codec
-    encode = codec.encode if adds_special_tokens else codec.encode_more
+    encode = codec.encode if adds_special_tokens else partial(codec.encode_more, begins=begins)
     return await encoded(runtime, key, len(text.encode()), lambda: encode(text), param)
-
-
-async def encoded_more(runtime: Runtime, key: str, text: str, param: str, begins: bool) -> PromptIds:
-    """Return the ids of a text that begins an answer, or continues the prompt's."""
-    return await encoded(runtime, key, len(text.encode()), lambda: runtime.codec.encode_more(text, begins), param)
 
 
 async def encoded_prompt(runtime: Runtime, key: str, body: CompletionRequest, prompt: Prompt) -> PromptIds:

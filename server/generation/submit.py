@@ -11,8 +11,8 @@ from server.generation.encoding import (
     PromptIds,
     encoded_chat,
     encoded_infill,
-    encoded_more,
     encoded_prompt,
+    encoded_text,
     encoded_words,
     longest_text,
     require_infill,
@@ -174,7 +174,8 @@ class _Submission:
         prompts = [ids[-(most if num_kept == -1 else num_kept) :] for ids in await self.source.encode(most)]
         bad_words = await encoded_words(runtime, key, body.bad_words, "bad_words") if body.bad_words else ()
         expected = body.prediction.text if body.prediction else ""
-        prediction = await encoded_more(runtime, key, expected, "prediction", self._begins_text) if expected else ()
+        begins = self._begins_text
+        prediction = await encoded_text(runtime, key, expected, "prediction", False, begins) if expected else ()
         return prompts, bad_words, prediction
 
     async def _fit(
@@ -187,10 +188,9 @@ class _Submission:
         body, model, param = self.body, self.runtime.engine.model, self.source.param
         if not all(prompts):
             raise InvalidRequest("the prompt is empty", param)
-        if (last := max(map(max, prompts))) >= model.vocab_size:
-            raise InvalidRequest(f"token id {last} is outside the vocabulary of {model.vocab_size}", param)
-        if (last := max(prediction, default=0)) >= model.vocab_size:
-            raise InvalidRequest(f"token id {last} is outside the vocabulary of {model.vocab_size}", "prediction")
+        for last, field in ((max(map(max, prompts)), param), (max(prediction, default=0), "prediction")):
+            if last >= model.vocab_size:
+                raise InvalidRequest(f"token id {last} is outside the vocabulary of {model.vocab_size}", field)
         longest, num_prompt = longest_text(model), max(map(len, prompts))
         too_long = f"prompt and answer together have at most {longest} tokens; the "
         if longest - num_prompt < (1 if body.token_limit is None else body.token_limit):

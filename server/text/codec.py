@@ -231,19 +231,22 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int], skips_special: bool = True) -> str:
         """Return the text of all ids at once. Special tokens are left out or spelled out. Ids that are no tokens have no text."""
-        kept = self._text_ids if skips_special else self._ids
+        kept = self._kept_ids(skips_special)
         return self._decode([i for i in token_ids if i in kept])
 
     def has_text(self, token_ids: Sequence[int], skips_special: bool = True) -> bool:
         """Return whether any id is not left out of the text of `decode`."""
-        return not (self._text_ids if skips_special else self._ids).isdisjoint(token_ids)
+        return not self._kept_ids(skips_special).isdisjoint(token_ids)
+
+    def _kept_ids(self, skips_special: bool) -> set[int]:
+        return self._text_ids if skips_special else self._ids
 
     def detokenizer(self, skips_special: bool = True, kept: Iterable[str] = (), begins: bool = True) -> Detokenizer:
         """Return a new detokenizer. Its pieces add up to the result of `decode`, plus the special tokens that are `kept`.
 
         Without `begins` its text follows another: a space at its beginning is not stripped.
         """
-        text_ids = self._text_ids if skips_special else self._ids
+        text_ids = self._kept_ids(skips_special)
         kept_ids = {self._controls[token] for token in kept if token in self._controls}
         context = () if begins else self._anchor
         return Detokenizer(self._decode, text_ids | kept_ids if kept_ids else text_ids, self._byte_ids, context)
