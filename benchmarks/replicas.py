@@ -65,7 +65,7 @@ def main() -> None:
         replicas = [server(1) for _ in range(args.replicas)]
         flags = ["--host", "127.0.0.1", "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
         balance = ["--policy", "cache_aware", "--balance-abs-threshold", "1", "--balance-rel-threshold", "1.1"]  # as in deploy/
-        smg = [str(args.smg), "launch", *flags, *balance]
+        smg = [str(args.smg.absolute()), "launch", *flags, *balance]
         gateway = stack.enter_context(_running([*smg, "--worker-urls", *replicas], "--port", "/readiness", folder))
         many = server(args.replicas)
         contenders: dict[str, Callable[[], float]] = {

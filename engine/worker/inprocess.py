@@ -102,14 +102,15 @@ class InProcessEngine:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """Build and step the engine; the thread's main function."""
 
-        def send(event: WorkerEvent) -> None:
-            loop.call_soon_threadsafe(self._handle_event, event)
+        def send(events: Sequence[WorkerEvent]) -> None:
+            for event in events:
+                loop.call_soon_threadsafe(self._handle_event, event)
 
         try:
             Worker(self._build(), self._read_commands, send).serve()
         except Exception as error:
             _logger.exception("the engine failed")
-            send(Failed(describe_error(error)))
+            send([Failed(describe_error(error))])
         finally:
             loop.call_soon_threadsafe(self._has_ended.set)
 

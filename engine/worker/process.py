@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from engine.utils.process_name import name_process
 from engine.utils.progress_bar import long_work
 from engine.worker.engine_loop import EngineFactory, EngineLoop, SteppedEngine
 from engine.worker.fork_template import start_template
+from engine.worker.held_results import together
 from engine.worker.messages import (
     Addresses,
     Command,
@@ -34,6 +36,7 @@ from engine.worker.messages import (
     Heartbeat,
     Ready,
     Shutdown,
+    StepResult,
     WorkerEvent,
     decode_command,
     encode_message,
@@ -43,6 +46,7 @@ from engine.worker.step_log import open_step_log
 _logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
+HOLD_S = 0.25  # how long results without an awaited event are held; below HEARTBEAT_S
 MAX_COMMANDS = 256  # read before one step, which bounds the delay of the step
 _LINGER_MS = 2000  # how long a failed worker waits for its events to be sent
 _MAX_ERROR_CHARS = 2000
@@ -50,31 +54,46 @@ _LOG_LINE = "%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s
 _PROCESS_NAME = "latebranch-work"
 
 ReadCommands = Callable[[float], list[Command]]  # at most MAX_COMMANDS; waits up to the given seconds for the first
-SendEvent = Callable[[WorkerEvent], None]  # must not block
+SendEvents = Callable[[Sequence[WorkerEvent]], None]  # must not block
 
 
 class Worker:
     """The worker's loop: read commands, step the engine once, send the result.
 
-    Each iteration sends exactly one event, a StepResult or a Heartbeat. Silence longer than HEARTBEAT_S means that a step runs.
+    Each iteration has one event, a StepResult or a Heartbeat. Results without an awaited event are sent together, after HOLD_S
+    at most: the front end is woken once, which leaves the processor to the engine. Silence longer than HEARTBEAT_S means that a
+    step runs.
     """
 
-    def __init__(self, engine: SteppedEngine, read: ReadCommands, send: SendEvent) -> None:
+    def __init__(
+        self, engine: SteppedEngine, read: ReadCommands, send: SendEvents, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._engine = engine
         self._engine_loop = EngineLoop(engine)
         self._read = read
         self._send = send
+        self._clock = clock
+        self._held: list[tuple[float, StepResult]] = []  # with their times
 
     def serve(self) -> None:
         """Send Ready, then loop until a Shutdown. Raises the engine's errors and IntegrityError."""
-        self._send(Ready(self._engine.info))
+        self._send([Ready(self._engine.info)])
         while self._handle_commands():
             result = self._engine_loop.step()
-            self._send(result or Heartbeat())
-            if result is not None:
-                _logger.debug("%d events, %s", len(result.events), result.stats)
-                if not self._engine_loop.has_work:
-                    self._engine_loop.check_idle()
+            if result is None:
+                self._send([*self._released(), Heartbeat()])
+                continue
+            _logger.debug("%d events, %s", len(result.events), result.stats)
+            self._held.append((now_s := self._clock(), result))
+            if self._engine_loop.is_awaited or now_s - self._held[0][0] >= HOLD_S:
+                self._send(self._released())
+            if not self._engine_loop.has_work:
+                self._engine_loop.check_idle()
+
+    def _released(self) -> list[WorkerEvent]:
+        """Return the held results, and hold none."""
+        held, self._held = self._held, []
+        return [*together(held, self._clock())] if len(held) > 1 else [result for _, result in held]
 
     def _handle_commands(self) -> bool:
         """Handle pending commands, waiting for one if the engine is idle. Return False after a Shutdown."""
@@ -151,8 +170,8 @@ def _worker_main(spec: _WorkerSpec) -> None:
     name_process(_PROCESS_NAME)
     with _open_sockets(spec.addresses) as (inbox, outbox):
 
-        def send(event: WorkerEvent) -> None:
-            outbox.send(encode_message(event))
+        def send(events: Sequence[WorkerEvent]) -> None:
+            outbox.send_multipart([encode_message(event) for event in events])
 
         try:
             with _sending_heartbeats(send), long_work(f"loading {spec.config.model}", is_announced=False):
@@ -167,7 +186,7 @@ def _worker_main(spec: _WorkerSpec) -> None:
             is_refusal = isinstance(error, Refusal)
             if not is_refusal:  # the front end reports it
                 _logger.exception("the worker failed")
-            send(Failed(str(error)[:_MAX_ERROR_CHARS] if is_refusal else describe_error(error), is_refusal))
+            send([Failed(str(error)[:_MAX_ERROR_CHARS] if is_refusal else describe_error(error), is_refusal)])
             sys.exit(1)
 
 
@@ -209,7 +228,7 @@ def _read_commands(inbox: "zmq.Socket[bytes]", wait_s: float) -> list[Command]:
 
 
 @contextmanager
-def _sending_heartbeats(send: SendEvent) -> Iterator[None]:
+def _sending_heartbeats(send: SendEvents) -> Iterator[None]:
     """Send heartbeats from a thread while the caller loads models.
 
     The thread ends with the block. Afterwards only the loop sends heartbeats, so that a hung step is silent.
@@ -217,9 +236,9 @@ def _sending_heartbeats(send: SendEvent) -> Iterator[None]:
     is_over = threading.Event()
 
     def send_heartbeats() -> None:
-        send(Heartbeat())
+        send([Heartbeat()])
         while not is_over.wait(HEARTBEAT_S):
-            send(Heartbeat())
+            send([Heartbeat()])
 
     thread = threading.Thread(target=send_heartbeats, name="heartbeat-while-loading")
     thread.start()

@@ -229,6 +229,7 @@ class _Submission:
         """Submit one sample for each prompt and k < n, in the order of choice indices, each with a seed of its own."""
         body, runtime, tenant, group = self.body, self.runtime, self.tenant, uuid.uuid4().hex
         meter = runtime.metrics.requests.meter(body.num_answers, sampling.max_tokens)
+        may_be_cut = bool(body.stops) or use.max_calls is not None or self.source.reader is not None
         samples = [
             Sample(
                 Request(
@@ -241,6 +242,7 @@ class _Submission:
                     cache_salt=cache_salt_of(tenant, body.cache_salt, runtime.settings.prefix_cache == "all"),
                     priority=body.priority or 0,
                     adapter=body.model if body.model in runtime.settings.adapters else None,
+                    is_streamed=bool(body.stream) or may_be_cut,
                 ),
                 self._choice(use, index, ids),
                 meter.sample(len(ids)),

@@ -5,6 +5,7 @@ gateways that read it work here unchanged. Our own begin with `latebranch_`.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -56,17 +57,17 @@ class Families:
         family = Counter(name, text, (*LABELS, label), registry=self._registry)
         for value in known:
             family.labels(*self._values, value)
-        return lambda value: family.labels(*self._values, value)
+        return cache(lambda value: family.labels(*self._values, value))
 
     def counters_by(self, name: str, text: str, labels: Sequence[str]) -> Callable[..., Counter]:
         """Return counters with several more labels, whose values are given in order."""
         family = Counter(name, text, (*LABELS, *labels), registry=self._registry)
-        return lambda *values: family.labels(*self._values, *values)
+        return cache(lambda *values: family.labels(*self._values, *values))
 
     def histograms(self, name: str, text: str, label: str, buckets: Sequence[float]) -> Callable[[str], Histogram]:
         """Return histograms with one more label."""
         family = Histogram(name, text, (*LABELS, label), buckets=buckets, registry=self._registry)
-        return lambda value: family.labels(*self._values, value)
+        return cache(lambda value: family.labels(*self._values, value))
 
     def info(self, name: str, text: str, facts: dict[str, str]) -> None:
         """Show facts as the labels of a gauge that is 1."""

@@ -47,9 +47,9 @@ class RequestMetrics:
         self.first_token_s = families.histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS
         )
-        self.inter_event_s = families.histogram(
+        self.inter_token_s = families.histogram(
             "vllm:inter_token_latency_seconds",
-            "Between output events of a sample: a step, which may produce several tokens.",
+            "A step of a sample, which may produce several tokens. Steps that arrive together share the time before them.",
             TOKEN_BUCKETS,
         )
         self.per_token_s = families.histogram(
@@ -127,7 +127,7 @@ class SampleMeter:
             self._metrics.corrupted.inc(event.error_code is ErrorCode.LOGITS_NOT_FINITE)
 
     def _on_tokens(self, event: TokenEvent) -> None:
-        now_s = self._clock()
+        now_s = self._clock() - event.held_s
         is_decoding = self._first_token_s is not None or event.num_draft_tokens > 0  # else the last step of the prefill
         for _ in range(event.num_steps if is_decoding else 0):
             self._metrics.step_tokens.observe(len(event.token_ids) / event.num_steps)
@@ -135,7 +135,8 @@ class SampleMeter:
             self._first_token_s = now_s
             self._metrics.first_token_s.observe(now_s - self._arrival_s)
         else:
-            self._metrics.inter_event_s.observe(now_s - self._last_token_s)
+            for _ in range(event.num_steps):
+                self._metrics.inter_token_s.observe((now_s - self._last_token_s) / event.num_steps)
         self._last_token_s = now_s
         self.num_steps += event.num_steps
 

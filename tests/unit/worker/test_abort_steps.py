@@ -1,5 +1,7 @@
 """An abort that has arrived takes effect before the next step, however many requests there are. Counted in steps, not in time."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from engine.worker.messages import Abort, Add, Command, Ready, Shutdown, StepResult, WorkerEvent
@@ -39,8 +41,8 @@ def late_steps(kind: type[Worker]) -> int:
         unread.extend(commands)
         arrived.update(command.request_id for command in commands if isinstance(command, Abort))
 
-    def send(event: WorkerEvent) -> None:
-        if isinstance(event, Ready | StepResult):
+    def send(events: Sequence[WorkerEvent]) -> None:
+        if any(isinstance(event, Ready | StepResult) for event in events):
             arrive()
 
     kind(engine, read, send).serve()
