@@ -168,7 +168,7 @@ class Request:
     group, a request of `priority` p is queued as if p more requests had arrived before it. A negative p means fewer requests.
     `progress` is empty unless the request is resumed.
     The target runs under the LoRA adapter named `adapter`; None is the base. Requests of different adapters share no prefixes.
-    Only the first and the last event of a request that is not `is_streamed` are awaited; the others may come late.
+    Events of a request that does not need each one (`needs_each_event`) may come late, but for the first token's and the last.
 
     `drawn_seed` seeds the noise of a request without a seed. It is drawn once, when the request is created, and is the same in
     each worker. The length of a step can depend on the noise of later positions, so the noise must not change on a restart.
@@ -184,7 +184,7 @@ class Request:
     priority: int = 0
     progress: Progress = field(default_factory=Progress)
     adapter: str | None = None
-    is_streamed: bool = True
+    needs_each_event: bool = True
     drawn_seed: int = field(default_factory=_drawn_seed, compare=False)
 
     @property
@@ -220,8 +220,8 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     `stop_token_id` names it. `logprobs` has an entry for each token or is empty. Exactly one event of a request carries
     `finish`; with `FinishReason.ERROR` it carries `error` and `error_code` too. `prompt_logprobs` continue from event to event,
     starting with the second prompt token, and are complete at the first generated token. An event with a request's first tokens
-    carries `queued_s`, its time in the queue, and `num_cached_tokens`, its prompt tokens from the prefix cache. A worker kept the
-    event for `held_s` seconds before it was sent.
+    carries `queued_s`, its time in the queue, and `num_cached_tokens`, its prompt tokens from the prefix cache. The worker sent
+    the event `delayed_s` seconds after its step.
 
     The other fields describe speculation. `num_draft_tokens` nodes were verified. The first `num_accepted_tokens` of the
     returned tokens were drafted. `num_predicted_tokens` of the nodes were drafted from the request's prediction;
@@ -246,7 +246,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     trace: RowTrace | None = None
     num_steps: int = 1
-    held_s: float = 0.0
+    delayed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

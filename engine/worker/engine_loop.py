@@ -83,10 +83,10 @@ class EngineLoop:
 
     def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
-        self._live: dict[str, bool] = {}  # whether the request is streamed
-        self._unbegun: set[str] = set()
+        self._live: dict[str, bool] = {}  # whether the request needs each event
+        self._without_token: set[str] = set()
         self._refusals: list[TokenEvent] = []
-        self.is_awaited = False  # whether the last result has the event of a stream, or the first or last event of a request
+        self.is_urgent = False  # whether the last result has an event that must not come late (Request.needs_each_event)
 
     @property
     def has_work(self) -> bool:
@@ -108,21 +108,23 @@ class EngineLoop:
             _logger.info("request %s refused: %s", request.request_id, refusal)
             self._refusals.append(refusal_event(request.request_id, str(refusal)))
         else:
-            self._live[request.request_id] = request.is_streamed
-            self._unbegun.add(request.request_id)
+            self._live[request.request_id] = request.needs_each_event
+            self._without_token.add(request.request_id)
 
     def step(self) -> StepResult | None:
         """Run one step if the engine has work. Return all events, or None if there is nothing to report."""
         refusals, self._refusals = self._refusals, []
-        self.is_awaited = bool(refusals)
+        self.is_urgent = bool(refusals)
         if not self._engine.has_work:
             return StepResult(tuple(refusals)) if refusals else None
         output = self._engine.step()
         events = [event for event in output.events if event.request_id in self._live]
         for event in events:
-            if self._live[event.request_id] or event.request_id in self._unbegun or event.finish is not None:
-                self.is_awaited = True
-                self._unbegun.discard(event.request_id)
+            is_first = event.request_id in self._without_token
+            self.is_urgent |= is_first or event.finish is not None or self._live[event.request_id]
+            if is_first and (event.token_ids or event.finish is not None):
+                self._without_token.remove(event.request_id)
+        for event in events:
             if event.finish is not None:
                 del self._live[event.request_id]
         return StepResult((*refusals, *events), output.stats, output.cache_events)

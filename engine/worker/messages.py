@@ -48,7 +48,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="turn"):
-    """All output of one iteration of the worker's loop. `stats` is None if no step ran."""
+    """All output of one iteration of the worker's loop, or statistics alone if a later message has its events too.
+
+    `stats` is None if no step ran.
+    """
 
     events: tuple[TokenEvent, ...]
     stats: StepStats | None = None

@@ -26,9 +26,9 @@ from engine.core.refusal import Refusal
 from engine.utils.free_memory import return_free_memory
 from engine.utils.process_name import name_process
 from engine.utils.progress_bar import long_work
+from engine.worker.delayed_results import joined_results
 from engine.worker.engine_loop import EngineFactory, EngineLoop, SteppedEngine
 from engine.worker.fork_template import start_template
-from engine.worker.held_results import together
 from engine.worker.messages import (
     Addresses,
     Command,
@@ -46,7 +46,7 @@ from engine.worker.step_log import open_step_log
 _logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
-HOLD_S = 0.25  # how long results without an awaited event are held; below HEARTBEAT_S
+DELAY_S = 0.25  # of results that are not urgent; below HEARTBEAT_S
 MAX_COMMANDS = 256  # read before one step, which bounds the delay of the step
 _LINGER_MS = 2000  # how long a failed worker waits for its events to be sent
 _MAX_ERROR_CHARS = 2000
@@ -60,9 +60,9 @@ SendEvents = Callable[[Sequence[WorkerEvent]], None]  # must not block
 class Worker:
     """The worker's loop: read commands, step the engine once, send the result.
 
-    Each iteration has one event, a StepResult or a Heartbeat. Results without an awaited event are sent together, after HOLD_S
-    at most: the front end is woken once, which leaves the processor to the engine. Silence longer than HEARTBEAT_S means that a
-    step runs.
+    Each iteration has one event, a StepResult or a Heartbeat. Results that are not urgent are sent together, after the first step
+    that ends DELAY_S or more after the last message: the front end is woken once, which leaves the processor to the engine.
+    Silence longer than HEARTBEAT_S means that a step runs.
     """
 
     def __init__(
@@ -73,27 +73,37 @@ class Worker:
         self._read = read
         self._send = send
         self._clock = clock
-        self._held: list[tuple[float, StepResult]] = []  # with their times
+        self._delayed: list[tuple[float, StepResult]] = []  # with the times of their steps
+        self._sent_s = clock()
 
     def serve(self) -> None:
         """Send Ready, then loop until a Shutdown. Raises the engine's errors and IntegrityError."""
         self._send([Ready(self._engine.info)])
-        while self._handle_commands():
-            result = self._engine_loop.step()
-            if result is None:
-                self._send([*self._released(), Heartbeat()])
-                continue
-            _logger.debug("%d events, %s", len(result.events), result.stats)
-            self._held.append((now_s := self._clock(), result))
-            if self._engine_loop.is_awaited or now_s - self._held[0][0] >= HOLD_S:
-                self._send(self._released())
-            if not self._engine_loop.has_work:
-                self._engine_loop.check_idle()
+        try:
+            while self._handle_commands():
+                self._step()
+        finally:
+            self._send_results()
 
-    def _released(self) -> list[WorkerEvent]:
-        """Return the held results, and hold none."""
-        held, self._held = self._held, []
-        return [*together(held, self._clock())] if len(held) > 1 else [result for _, result in held]
+    def _step(self) -> None:
+        """Step the engine once. Send a heartbeat if it has no work, else its result, now or later."""
+        result = self._engine_loop.step()
+        if result is None:
+            self._send_results()
+            self._send([Heartbeat()])
+            return
+        _logger.debug("%d events, %s", len(result.events), result.stats)
+        self._delayed.append((now_s := self._clock(), result))
+        if self._engine_loop.is_urgent or now_s - self._sent_s >= DELAY_S:
+            self._send_results()
+        if not self._engine_loop.has_work:
+            self._engine_loop.check_idle()
+
+    def _send_results(self) -> None:
+        """Send the results that have not been sent."""
+        results, self._delayed, self._sent_s = self._delayed, [], self._clock()
+        if results:
+            self._send(joined_results(results, self._sent_s))
 
     def _handle_commands(self) -> bool:
         """Handle pending commands, waiting for one if the engine is idle. Return False after a Shutdown."""

@@ -242,7 +242,7 @@ class _Submission:
                     cache_salt=cache_salt_of(tenant, body.cache_salt, runtime.settings.prefix_cache == "all"),
                     priority=body.priority or 0,
                     adapter=body.model if body.model in runtime.settings.adapters else None,
-                    is_streamed=bool(body.stream) or may_be_cut,
+                    needs_each_event=bool(body.stream) or may_be_cut,
                 ),
                 self._choice(use, index, ids),
                 meter.sample(len(ids)),

@@ -127,7 +127,7 @@ class SampleMeter:
             self._metrics.corrupted.inc(event.error_code is ErrorCode.LOGITS_NOT_FINITE)
 
     def _on_tokens(self, event: TokenEvent) -> None:
-        now_s = self._clock() - event.held_s
+        now_s = max(self._last_token_s, self._clock() - event.delayed_s)
         is_decoding = self._first_token_s is not None or event.num_draft_tokens > 0  # else the last step of the prefill
         for _ in range(event.num_steps if is_decoding else 0):
             self._metrics.step_tokens.observe(len(event.token_ids) / event.num_steps)

@@ -1,4 +1,4 @@
-"""Which requests the engine may report late: those that are neither streamed nor ended by what the front end reads."""
+"""Which requests need each event at once: streams, and those that the front end may end."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
-async def is_streamed(path: str, **fields: Any) -> bool:
+async def needs_each_event(path: str, **fields: Any) -> bool:
     engine = FakeEngine(max_model_len=1500)
     async with in_process(engine, tokenizer=calling()) as client:
         answer = await client.post(path, json={"model": "fake", **fields})
         assert answer.status_code == 200, answer.text
-    return engine.requests[-1].is_streamed
+    return engine.requests[-1].needs_each_event
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,16 @@ async def is_streamed(path: str, **fields: Any) -> bool:
     ],
 )
 async def test_only_streams_are_read_early(path: str, fields: dict[str, Any]) -> None:
-    assert not await is_streamed(path, **fields)
-    assert await is_streamed(path, **fields, stream=True)
+    assert not await needs_each_event(path, **fields)
+    assert await needs_each_event(path, **fields, stream=True)
 
 
 async def test_stop_strings_are_looked_for_early() -> None:
-    assert await is_streamed("/v1/completions", prompt="hi", stop=["."])
-    assert not await is_streamed("/v1/completions", prompt="hi", stop=[])
+    assert await needs_each_event("/v1/completions", prompt="hi", stop=["."])
+    assert not await needs_each_event("/v1/completions", prompt="hi", stop=[])
 
 
 async def test_a_last_call_is_looked_for_early() -> None:
     tools = {"tools": [TOOL], "parallel_tool_calls": False}
-    assert await is_streamed("/v1/chat/completions", **CHAT, **tools)
-    assert not await is_streamed("/v1/chat/completions", **CHAT, tools=[TOOL])
+    assert await needs_each_event("/v1/chat/completions", **CHAT, **tools)
+    assert not await needs_each_event("/v1/chat/completions", **CHAT, tools=[TOOL])

@@ -282,11 +282,11 @@ def test_the_phases_of_a_request_add_up():
     assert not any('finished_reason="abort"' in line and line.endswith(" 1.0") for line in lines)
 
 
-def test_held_steps_are_timed_as_they_ran():
+def test_delayed_steps_are_timed_as_they_ran():
     now = [0.0]
     metrics = ServerMetrics("m", 100, lambda: FakeEngine().health)
     sample_meter = metrics.requests.meter(1, 9, lambda: now[0]).sample(7)
-    events = [TokenEvent("r", (1,)), TokenEvent("r", (1, 2, 3, 4), num_steps=4, held_s=0.5), TokenEvent("r", (5,))]
+    events = [TokenEvent("r", (1,)), TokenEvent("r", (1, 2, 3, 4), num_steps=4, delayed_s=0.5), TokenEvent("r", (5,))]
     for at_s, event in zip([5.0, 6.5, 6.5], events, strict=True):
         now[0] = at_s
         sample_meter.on_event(event)
@@ -294,6 +294,16 @@ def test_held_steps_are_timed_as_they_ran():
     values = {line.split("{")[0].removeprefix("vllm:inter_token_latency_seconds_"): float(line.split()[-1]) for line in lines}
     assert (values["sum"], values["count"]) == (1.5, 5.0)
     assert [float(line.split()[-1]) for line in lines if 'le="0.3"' in line] == [4.0], "four steps of .25 s each"
+
+
+def test_no_latency_is_negative():
+    now = [5.0]
+    metrics = ServerMetrics("m", 100, lambda: FakeEngine().health)
+    sample_meter = metrics.requests.meter(1, 9, lambda: now[0]).sample(7)
+    for event in (TokenEvent("r", (1,)), TokenEvent("r", (2,), delayed_s=0.5)):  # the first one was read late
+        sample_meter.on_event(event)
+    sums = [line for line in metrics.render().decode().splitlines() if line.startswith("vllm:inter_token_latency_seconds_sum")]
+    assert float(sums[0].split()[-1]) == 0.0
 
 
 async def test_clients_cannot_make_new_series():
