@@ -6,11 +6,15 @@ import socket
 from pathlib import Path
 
 from engine.core.refusal import Refusal
+from engine.weights.references import require_usable
 from server.settings import DRAFTERS, Settings, or_shipped
 
 
 def require_startable(settings: Settings) -> None:
-    """Raise Refusal for a file that is missing, or an address that cannot be listened on."""
+    """Raise Refusal for a model or a file that is missing, or an address that cannot be listened on."""
+    for reference in (settings.model, settings.draft_model):
+        if reference is not None:
+            require_usable(reference)
     selector = None if settings.selector == "counting" else settings.selector
     for name, file in (("head", settings.head), ("lens", settings.lens), ("selector", selector)):
         if file is not None and not or_shipped(Path(file)).is_file():
@@ -20,12 +24,11 @@ def require_startable(settings: Settings) -> None:
     folder = None if settings.trace_file is None else Path(settings.trace_file).absolute().parent
     if folder is not None and not os.access(folder, os.W_OK):
         raise Refusal(f"trace_file: {folder} is no folder that can be written to")
-    if settings.port:
-        _require_free(settings.host, settings.port)
+    require_free(settings.host, settings.port)
 
 
-def _require_free(host: str, port: int) -> None:
-    """Raise Refusal unless a server could listen there now."""
+def require_free(host: str, port: int) -> None:
+    """Raise Refusal unless a server could listen there now. Port 0 is any free one."""
     try:
         addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

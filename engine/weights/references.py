@@ -40,17 +40,30 @@ def resolve(reference: str, *, cache: Path | None = None, progress: bool = True)
 
     `cache` is the cache's root folder, by default the user's. Progress is written to stderr. Raises WeightsError.
     """
+    require_usable(reference)
     store = WeightsCache(cache or default_root())
     presets = load_presets()
     path = Path(reference).expanduser()
     if reference in presets:
         return resolve_preset(presets[reference], store, progress=progress)
-    if reference and path.is_dir():  # an empty reference would be the working folder
+    if path.is_dir():
         return _from_folder(path)
-    if path.is_file() and path.suffix == ".gguf":
+    if path.suffix == ".gguf":
         return _from_gguf(path, store, progress)
-    if is_hub_id(reference) and path.suffix != ".gguf":
-        return LocalWeights(reference, _checked(snapshot(reference)))
+    return LocalWeights(reference, _checked(snapshot(reference)))
+
+
+def require_usable(reference: str) -> None:
+    """Raise UnusableReference for a reference of no kind, or for a folder that lacks files. Fetches and reads nothing."""
+    presets, path = load_presets(), Path(reference).expanduser()
+    if reference in presets:
+        return
+    if reference and path.is_dir():  # an empty reference would be the working folder
+        _checked(path.resolve())
+        return
+    is_gguf = path.suffix == ".gguf"
+    if path.is_file() if is_gguf else is_hub_id(reference):
+        return
     raise UnusableReference(
         f"{reference!r} is no model: not one of the presets ({', '.join(presets)}), "
         f"no folder and no .gguf file at {path.absolute()}, and not a hub id like org/name{did_you_mean(reference, presets)}"

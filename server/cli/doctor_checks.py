@@ -64,11 +64,14 @@ def examine(config: EngineConfig) -> Iterator[Finding]:
     parts: list[tuple[str, Callable[[EngineConfig, torch.device], Iterator[Finding]]]] = [("selector", _selector)]
     if not missing:
         parts = [("model", _model), ("passes", _passes), ("cache", _cache), ("drafter", _drafter), *parts]
+    reasons: set[str] = set()  # of parts that were refused; several may be for the same one
     for name, part in parts:
         try:
             yield from part(config, device)
         except (WeightsError, UnsupportedModel) as error:
-            yield Finding(name, Level.REFUSED, str(error), isinstance(error, UnsupportedModel))
+            if str(error) not in reasons:
+                yield Finding(name, Level.REFUSED, str(error), isinstance(error, UnsupportedModel))
+            reasons.add(str(error))
 
 
 def check_models(config: EngineConfig) -> Iterator[Finding]:

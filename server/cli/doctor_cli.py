@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from engine.core.refusal import Refusal
+from server import preflight
 from server.cli.settings_flags import add_settings_flags, given_flags, settings_of
 from server.settings import ENV_PREFIX, Settings, or_shipped
 
@@ -39,6 +41,10 @@ def _doctor(parsed: argparse.Namespace) -> int:
     if parsed.check and not any(finding.level is Level.REFUSED for finding in findings):
         findings += check_models(settings.to_engine_config())
     findings += [Finding("security", Level.WARNING, text) for text in settings.warnings]
+    try:
+        preflight.require_free(settings.host, settings.port)
+    except Refusal as why:
+        findings.append(Finding("address", Level.WARNING, str(why)))
     report = _settings_report(settings, given_flags(parsed), getattr(parsed, "config", None))
     is_refused = any(finding.level is Level.REFUSED for finding in findings)
     sys.stdout.write(_as_json(findings, report, is_refused) if parsed.json else _as_text(findings, report, is_refused))

@@ -42,6 +42,7 @@ from server.schemas.answer import ErrorBody, ErrorDetail
 MAX_ERRORS = 10
 MAX_MESSAGE_CHARS = 1000
 MAX_INPUT_CHARS = 200
+_MAX_PATH_CHARS = 100
 _EMBEDDINGS = re.compile(r"/(embeddings?|embed)/?$")  # of OpenAI, llama.cpp, TEI and Ollama
 
 
@@ -264,7 +265,8 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     is_missing, path = error.status_code == 404, request.url.path
     is_embedding = is_missing and _EMBEDDINGS.search(path)
-    detail = "this server generates text; it has no embeddings" if is_embedding else error.detail
+    unknown = f"this server has no {path[:_MAX_PATH_CHARS]}; GET /docs shows what it has" if is_missing else error.detail
+    detail = "this server generates text; it has no embeddings" if is_embedding else unknown
     detail = WRONG_BASE if is_missing and is_messages_path(path) else detail
     if error.status_code == 405 and (allowed := (error.headers or {}).get("Allow")):
         detail = f"{request.method} is not possible here; use {allowed}"

@@ -17,16 +17,16 @@ from server.settings import Settings
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """Return the settings that `serve` is called with; nothing is served, and the engine fails if the model is `broken`."""
+    """Return the settings that `serve` is called with; nothing is served, and the engine fails if the model is `a/broken`."""
     calls: list[Settings] = []
 
     def serve(settings: Settings) -> str | None:
         calls.append(settings)
-        return "no such model" if settings.model == "broken" else None
+        return "no such model" if settings.model == "a/broken" else None
 
     monkeypatch.setattr("server.process.serve", serve)
     monkeypatch.setattr("server.http.logs.configure_logging", lambda level, form: None)
-    monkeypatch.setattr("server.preflight._require_free", lambda host, port: None)
+    monkeypatch.setattr("server.preflight.require_free", lambda host, port: None)
     monkeypatch.setattr("server.cli.main.start_template", lambda module: None)
     return calls
 
@@ -191,6 +191,9 @@ def test_a_host_of_another_machine_is_refused(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["/no/model"], "'/no/model' is no model: not one of the presets"),
+        (["--model", "smollm"], "did you mean smollm2-135m?"),
+        (["--drafter", "model", "--draft-model", "/no/model"], "'/no/model' is no model"),
         (["--drafter", "head", "--head", "/no/head"], "head: there is no file /no/head"),
         (["--drafter", "/no/drafter"], "drafter: /no/drafter is no folder with config.json"),
         (["--drafter", "early-exit", "--lens", "/no/lens"], "lens: there is no file /no/lens"),
@@ -200,7 +203,7 @@ def test_a_host_of_another_machine_is_refused(capsys: pytest.CaptureFixture[str]
 )
 @pytest.mark.usefixtures("nothing_starts")
 def test_missing_files_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
-    """The bug: a head that did not exist was noticed after the target was loaded."""
+    """The bug: a head that did not exist was noticed after the target was loaded, a model that did not after "loading"."""
     assert words in refused(arguments, capsys)
 
 
@@ -213,7 +216,11 @@ def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
-    [(["--port", "x"], 2, "port"), (["--config", "/nowhere.yaml"], 2, "nowhere"), (["--model", "broken"], 1, "no such model")],
+    [
+        (["--port", "x"], 2, "port"),
+        (["--config", "/nowhere.yaml"], 2, "nowhere"),
+        (["--model", "a/broken"], 1, "no such model"),
+    ],
 )
 def test_mistakes_are_one_line(
     arguments: list[str], status: int, words: str, served: list[Settings], capsys: pytest.CaptureFixture[str]

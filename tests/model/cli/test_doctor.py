@@ -1,6 +1,7 @@
 """`latebranch doctor` reports for given settings what a start would find."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,31 @@ def _levels(report: dict[str, Any], part: str) -> list[str]:
 
 def test_a_model_that_can_be_served(folder, capsys, monkeypatch):
     monkeypatch.setenv("LATEBRANCH_MAX_RUNNING", "3")
+    monkeypatch.setenv("LATEBRANCH_PORT", "0")
     status, report = _report(capsys, "--model", folder, "--api-keys", "secret-of-sixteen", "--num-slots", "4096")
     assert (status, report["can_serve"]) == (0, True)
     assert {finding["part"] for finding in report["findings"]} == {"device", "precision", "model", "cache", "drafter", "selector"}
     assert report["settings"]["max_running"] == {"value": 3, "from": "environment"}
     assert report["settings"]["model"] == {"value": folder, "from": "command line"}
-    assert report["settings"]["port"] == {"value": 8000, "from": "default"}
+    assert report["settings"]["host"] == {"value": "127.0.0.1", "from": "default"}
     assert "secret" not in json.dumps(report["settings"]["api_keys"])
     assert main(["doctor", "--model", folder]) == 0
     assert capsys.readouterr().out.endswith("it can serve\n")
+
+
+def test_port_in_use_prevents_no_examination(folder, capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        status, report = _report(capsys, "--model", folder, "--port", str(port := other.getsockname()[1]))
+    assert (status, _levels(report, "address")) == (0, ["warning"])
+    assert f"port {port} of 127.0.0.1 is in use" in json.dumps(report["findings"])
+
+
+def test_a_missing_model_is_reported_once(capsys):
+    status, report = _report(capsys, "--model", "/no/model")
+    assert status == 1
+    assert [one["part"] for one in report["findings"] if "/no/model" in one["text"]] == ["model"]
 
 
 @pytest.mark.parametrize(
