@@ -691,4 +691,5 @@ def _sentence(error: Mapping[str, Any]) -> str:
     if error["type"] == "literal_error":
         choices = re.findall("'([^']*)'", error["msg"])
         return f"{name}: {error['msg']}{did_you_mean(str(error['input']), choices)}"
-    return f"{name}: {error['msg']}" if name else str(error["msg"])
+    reason = str(error["msg"]).removeprefix("Value error, ")
+    return f"{name}: {reason}" if name else reason

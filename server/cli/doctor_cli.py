@@ -29,7 +29,6 @@ def add_doctor_command(subparsers: "argparse._SubParsersAction[argparse.Argument
     command.add_argument("--json", action="store_true", help="print JSON, every setting included")
     command.add_argument("--check", action="store_true", help="load the models and repeat the model check")
     add_settings_flags(command)
-    command.usage = "%(prog)s [flags]"
     command.set_defaults(handler=_doctor)
 
 

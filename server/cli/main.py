@@ -88,8 +88,6 @@ def _add_serve_command(subparsers: "argparse._SubParsersAction[Any]") -> None:
 
     about = "Serve a model over HTTP. Every flag is a setting of docs/configuration.md."
     command = subparsers.add_parser("serve", help="serve a model over HTTP", description=about, epilog=_EXAMPLES)
-    command.usage = "%(prog)s [MODEL] [flags]"
-    command.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model; before all flags")
     add_settings_flags(command)
     command.set_defaults(handler=_serve)
 
@@ -99,11 +97,6 @@ def _serve(parsed: argparse.Namespace) -> int:
     from server.http.logs import configure_logging
     from server.preflight import require_startable
 
-    if parsed.positional_model is not None:
-        if getattr(parsed, "model", parsed.positional_model) != parsed.positional_model:
-            sys.stderr.write("latebranch serve: the model is named twice, as an argument and by --model\n")
-            return 2
-        parsed.model = parsed.positional_model
     settings = settings_of(parsed)
     configure_logging(settings.log_level, settings.log_format)
     require_startable(settings)

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from server.settings import Settings, load_settings
+from server.settings import Settings, SettingsError, load_settings
 
 # The groups of the help, in its order. Each setting is in one of them.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -46,7 +46,12 @@ _MANY = 8  # choices that are listed in the description
 
 
 def add_settings_flags(command: argparse.ArgumentParser, honoured: Container[str] = Settings.model_fields) -> None:
-    """Add `--config` and the flags of the `honoured` settings. Flags that are not given are absent from the parsed arguments."""
+    """Add `--config` and the flags of the `honoured` settings. Flags that are not given are absent from the parsed arguments.
+
+    The model may also be named first, without its flag.
+    """
+    command.usage = "%(prog)s [MODEL] [flags]"
+    command.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model; before all flags")
     others = [name for name in Settings.model_fields if not any(name in names for names in GROUPS.values())]
     for title, names in {**GROUPS, "others": tuple(others)}.items():
         group = command.add_argument_group(title)
@@ -77,8 +82,13 @@ def _kind(annotation: Any) -> str:
 
 
 def given_flags(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that were given as flags."""
-    return {name: value for name, value in vars(parsed).items() if name in Settings.model_fields}
+    """Return the settings that were given as flags, and the model. Raises SettingsError if it is named twice."""
+    flags = {name: value for name, value in vars(parsed).items() if name in Settings.model_fields}
+    if parsed.positional_model is None:
+        return flags
+    if flags.get("model", parsed.positional_model) != parsed.positional_model:
+        raise SettingsError("the model is named twice, as an argument and by --model")
+    return {**flags, "model": parsed.positional_model}
 
 
 def settings_of(parsed: argparse.Namespace) -> Settings:

@@ -27,7 +27,6 @@ def add_dynamo_worker_command(subparsers: "argparse._SubParsersAction[argparse.A
     """Add `dynamo-worker`, with a flag for each setting of the engine."""
     about = "Serve a model behind NVIDIA Dynamo's frontend (docs/scaling.md). DYN_FILE_KV names the folder that they share."
     command = subparsers.add_parser("dynamo-worker", help="serve a model behind NVIDIA Dynamo's frontend", description=about)
-    command.usage = "%(prog)s [flags]"
     command.add_argument("--namespace", default="dynamo", help="Dynamo's namespace of the worker. Default: dynamo")
     routing = "publish what the prefix cache has, for a frontend with --router-mode kv"
     command.add_argument("--kv-routing", action="store_true", help=routing)

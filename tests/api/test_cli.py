@@ -219,6 +219,8 @@ def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]):
     [
         (["--port", "x"], 2, "port"),
         (["--config", "/nowhere.yaml"], 2, "nowhere"),
+        (["a/b", "--model", "c/d"], 2, "the model is named twice"),
+        (["--max-step-tokens", "1"], 2, "serve: max_step_tokens (1) must be at least max_running"),
         (["--model", "a/broken"], 1, "no such model"),
     ],
 )

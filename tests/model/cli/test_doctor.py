@@ -66,7 +66,7 @@ def test_port_in_use_prevents_no_examination(folder, capsys):
 
 
 def test_a_missing_model_is_reported_once(capsys):
-    status, report = _report(capsys, "--model", "/no/model")
+    status, report = _report(capsys, "/no/model")
     assert status == 1
     assert [one["part"] for one in report["findings"] if "/no/model" in one["text"]] == ["model"]
 

@@ -105,7 +105,7 @@ def test_settings_that_contradict_each_other_are_refused(values: dict[str, objec
 
 def test_too_small_step_is_a_settings_error():
     """The bug: `serve` ended in the ValueError of the engine's configuration."""
-    with pytest.raises(SettingsError, match=r"^Value error, max_step_tokens \(4\) must be at least max_running \(5\)$"):
+    with pytest.raises(SettingsError, match=r"^max_step_tokens \(4\) must be at least max_running \(5\)$"):
         load_settings(None, {"max_running": "5", "max_step_tokens": "4"})
     load_settings(None, {"max_running": "5", "max_step_tokens": "5", "max_waiting": "1"}).to_engine_config()
 
