@@ -57,12 +57,13 @@ class Entry:
     def as_resumed(self) -> Request:
         """The request for the next engine, with the output so far as its progress, behind that of engines before this table.
 
-        It needs each event now: a request that ends engines is found by its deaths since its last event.
+        Once an engine has died, it needs each event: a request that ends engines is found by its deaths since its last event.
         """
         earlier = self.request.progress
         num_logprobs = earlier.num_prompt_logprobs + self.num_prompt_logprobs
         progress = Progress((*earlier.token_ids, *self.token_ids), num_logprobs)
-        return replace(self.request, progress=progress, needs_each_event=True)
+        needs_each_event = self.request.needs_each_event or bool(self.token_ids or self.num_deaths)
+        return replace(self.request, progress=progress, needs_each_event=needs_each_event)
 
 
 class RequestTable:

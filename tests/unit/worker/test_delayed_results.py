@@ -14,6 +14,7 @@ from engine.worker.delayed_results import joined_results
 from engine.worker.engine_loop import EngineLoop
 from engine.worker.messages import Add, Command, Heartbeat, Ready, Shutdown, StepResult, WorkerEvent
 from engine.worker.process import DELAY_S, Worker
+from engine.worker.recovery import Recovery
 from engine.worker.request_table import RequestTable
 from tests.counting_engine import CountingEngine, CountingOutput, Trick, counting_request
 
@@ -162,7 +163,22 @@ async def test_resumed_request_needs_each_event() -> None:
     """The bug: a request that kills workers late was resumed some tokens earlier, and its first event cleared it each time."""
     table = RequestTable(SchedulerConfig(max_running=1), lambda _: None)
     (stream,) = table.open([whole("a", 10)])
+    resumed = [stream.entry.as_resumed]  # the first engine gets it so too
+    table.requeue({"a"})
+    resumed.append(stream.entry.as_resumed)
     table.deliver([TokenEvent("a", (11,))])
-    resumed = stream.entry.as_resumed
-    assert (resumed.progress.token_ids, resumed.needs_each_event) == ((11,), True)
+    resumed.append(stream.entry.as_resumed)
+    assert [request.needs_each_event for request in resumed] == [False, True, True]
+    assert resumed[-1].progress.token_ids == (11,)
+    await stream.aclose()
+
+
+async def test_the_first_engine_may_report_late() -> None:
+    """The bug: requests are submitted as they are resumed, so none was ever reported late."""
+    table = RequestTable(SchedulerConfig(max_running=1), lambda _: None)
+    posted: list[Request] = []
+    recovery = Recovery(table, posted.append, 2, 1)
+    recovery.on_ready()
+    (stream,) = recovery.submit([whole("a", 10)])
+    assert [request.needs_each_event for request in posted] == [False]
     await stream.aclose()
