@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,9 +41,9 @@ def resolve(reference: str, *, cache: Path | None = None, progress: bool = True)
 
     `cache` is the cache's root folder, by default the user's. Progress is written to stderr. Raises WeightsError.
     """
-    require_usable(reference)
-    store = WeightsCache(cache or default_root())
     presets = load_presets()
+    _require_usable(reference, presets)
+    store = WeightsCache(cache or default_root())
     path = Path(reference).expanduser()
     if reference in presets:
         return resolve_preset(presets[reference], store, progress=progress)
@@ -55,7 +56,11 @@ def resolve(reference: str, *, cache: Path | None = None, progress: bool = True)
 
 def require_usable(reference: str) -> None:
     """Raise UnusableReference for a reference of no kind, or for a folder that lacks files. Fetches and reads nothing."""
-    presets, path = load_presets(), Path(reference).expanduser()
+    _require_usable(reference, load_presets())
+
+
+def _require_usable(reference: str, presets: Mapping[str, Preset]) -> None:
+    path = Path(reference).expanduser()
     if reference in presets:
         return
     if reference and path.is_dir():  # an empty reference would be the working folder
